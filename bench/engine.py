@@ -8,7 +8,8 @@
     python -m bench engine --serve                over HTTP, see bench.engine_serve
 
 Motet's weights have 16, 8 and 4 bits, llama.cpp's too (BF16, Q8_0, Q4_0), vLLM's and PEFT's 16. Beside every rate stands its
-share of what the machine allows (bench.roofline): reading, or products of bfloat16 or, with 8 and 4 bits, of whole numbers.
+share of what the machine allows just before and after the lap (bench.roofline): reading, or products of bfloat16 or, with 8 and
+4 bits, of whole numbers.
 
 Every contestant has a process of its own and the same cores. A turn asks each of them for one cell of the table, in another
 order every time and with prompts that none has seen; figures are ratios of medians over the rounds. Memory does not hold all
@@ -162,7 +163,8 @@ def _rounds(contestants: dict[str, Sides], measured: Measured, rounds: int, toke
     First laps of a few tokens warm up (load every adapter, compile) and are not counted.
     """
     threads = len(os.sched_getaffinity(0))
-    best, bandwidth = roofline.probe(threads), roofline.Bandwidth(threads)
+    best = roofline.probe(threads)
+    present = roofline.Present(threads, best)
     turns = [(0, turn) for turn in WARM_UP] + [(number, turn) for number in range(1, rounds + 1) for turn in TURNS]
     order = list(contestants)
     for at in watch.rounds(len(turns), f"turns of {order[-1]}'s table", at_least=LEAST):
@@ -173,12 +175,12 @@ def _rounds(contestants: dict[str, Sides], measured: Measured, rounds: int, toke
             if adapters is None:
                 continue
             side = contestants[name]["base" if turn.kind == "none" else "lora"]
-            before = bandwidth()
+            before = present()
             alone = side.lap(first, adapters, 1) if number and turn.kind == "none" else None
             lap = side.lap(asked, adapters, tokens if number else 2)
             print(_said(name, turn, number, rounds, lap), file=sys.stderr)
             if number:
-                measured.add(name, turn, timed(lap, alone, (before + bandwidth()) / 2))
+                measured.add(name, turn, timed(lap, alone, before.mean(present())))
         order.append(order.pop(0))
         if turn is TURNS[-1] or at == LEAST - 1:
             best = best.better(roofline.probe(threads))

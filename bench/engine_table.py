@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from bench import report, roofline
@@ -37,20 +37,20 @@ class Turn(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Timed:
     """One lap: output tokens per second, in total and without the prompts and first tokens (0 if unknown), each first token,
-    and the machine's bandwidth just before and after it (0 if unknown).
+    and the machine's limits just before and after it (None if unknown).
     """
 
     whole: float
     decode: float
     first: tuple[int, ...]
-    bytes_per_s: float = 0.0
+    limits: roofline.Limits | None = None
 
 
-def timed(lap: Lap, alone: Lap | None = None, bytes_per_s: float = 0.0) -> Timed:
+def timed(lap: Lap, alone: Lap | None = None, limits: roofline.Limits | None = None) -> Timed:
     """The rates of a lap. `alone`: a lap of as many requests with one token each, which gives the time of the prompts."""
     after_first = sum(len(output) - 1 for output in lap.outputs)
     decode = after_first / max(lap.seconds - alone.seconds, 1e-9) if alone is not None else 0.0
-    return Timed(lap.tokens_per_s, decode, tuple(output[0] for output in lap.outputs), bytes_per_s)
+    return Timed(lap.tokens_per_s, decode, tuple(output[0] for output in lap.outputs), limits)
 
 
 @dataclass(slots=True)
@@ -125,11 +125,11 @@ def figures(
     each, without = Turn("each", 32), measured.rate("motet none", Turn("none", 32))
     if "lora32_vs_own_base" in found and without is not None:
         seconds, adapters = each.batch * output_tokens / without, chosen("motet none", each) or ()
-        at = [lap.bytes_per_s or limits.bytes_per_s for lap in measured.laps["motet none"][each]]
+        at = [(lap.limits or limits).bytes_per_s for lap in measured.laps["motet none"][each]]
         kept = [roofline.kept_with_adapters(one, shape, adapters, output_tokens, seconds) for one in at]
         found["lora32_bound"] = round(statistics.median(kept), 3)
     if alone := measured.laps.get("motet none", {}).get(Turn("none", 1)):
-        reached = [decode_bandwidth(shape, "motet none", lap.decode) / (lap.bytes_per_s or limits.bytes_per_s) for lap in alone]
+        reached = [decode_bandwidth(shape, "motet none", lap.decode) / (lap.limits or limits).bytes_per_s for lap in alone]
         found["b1_bandwidth_fraction"] = round(statistics.median(reached), 3)
     rates: dict[str, Any] = {}
     decode: dict[str, Any] = {}
@@ -137,19 +137,26 @@ def figures(
     for name, turn, rate in measured.cells():
         kind, batch = turn.kind, str(turn.batch)
         rates.setdefault(name, {}).setdefault(kind, {})[batch] = round(rate, 1)
-        share = roofline.share(
-            limits if WEIGHT_BYTES[name] == WEIGHT_BYTES["motet none"] else limits.of_whole_numbers,
-            shape,
-            chosen(name, turn) or (),
-            prompt_tokens,
-            output_tokens,
-            turn.batch * output_tokens / rate,
-            weight_bytes=WEIGHT_BYTES[name],
-        )
-        rounded = {part: round(value, 3) for part, value in asdict(share).items()}
-        shares.setdefault(name, {}).setdefault(kind, {})[batch] = rounded
+        of_laps = [
+            roofline.share(
+                at if WEIGHT_BYTES[name] == WEIGHT_BYTES["motet none"] else at.of_whole_numbers,
+                shape,
+                chosen(name, turn) or (),
+                prompt_tokens,
+                output_tokens,
+                turn.batch * output_tokens / lap.whole,
+                weight_bytes=WEIGHT_BYTES[name],
+            )
+            for lap in measured.laps[name][turn]
+            for at in [lap.limits or limits]
+        ]
+        parts = ("bandwidth", "flops", "limit")
+        share = {part: round(statistics.median(getattr(one, part) for one in of_laps), 3) for part in parts}
+        shares.setdefault(name, {}).setdefault(kind, {})[batch] = share
         if kind == "none":
             decode.setdefault(name, {})[batch] = round(measured.rate(name, turn, "decode") or 0.0, 1)
+    if (ours := shares.get("motet none", {}).get("none", {}).get("32")) is not None:
+        found["b32_limit_fraction"] = ours["limit"]
     same = {
         name: agreed
         for name in rates

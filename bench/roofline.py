@@ -20,6 +20,7 @@ from motet.kernels.cpu import BuildError, CpuEngine, available_isas
 
 VECTOR, MATRIX = 1 << 26, 2048  # float32 elements (256 MiB each, more than most caches); rows and columns
 REPEATS = 5
+SUSTAINED_S = 0.1
 ELEMENT_BYTES = 2
 
 
@@ -36,6 +37,11 @@ class Limits:
     def better(self, other: Limits) -> Limits:
         """The higher value of each limit."""
         bytes_per_s, flops_per_s = max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s)
+        return Limits(bytes_per_s, flops_per_s, other.bytes_beside)
+
+    def mean(self, other: Limits) -> Limits:
+        """The value between the two of each limit."""
+        bytes_per_s, flops_per_s = (self.bytes_per_s + other.bytes_per_s) / 2, (self.flops_per_s + other.flops_per_s) / 2
         return Limits(bytes_per_s, flops_per_s, other.bytes_beside)
 
     @property
@@ -82,22 +88,31 @@ def probe(threads: int, *, vector: int = VECTOR, matrix: int = MATRIX) -> Limits
     return Limits(max(found.bytes_per_s, read), max(found.flops_per_s, flops), found.bytes_beside)
 
 
-class Bandwidth:
-    """Measures the memory bandwidth again and again. The other tenants of a machine may change it from minute to minute."""
+class Present:
+    """Measures the limits of the moment. The other tenants of a machine, and where it places our processors, change them.
 
-    def __init__(self, threads: int, *, vector: int = VECTOR) -> None:
+    `best` is used where our kernels cannot be compiled.
+    """
+
+    def __init__(self, threads: int, best: Limits, *, vector: int = VECTOR) -> None:
+        self._best = best
         self._memory = torch.ones(vector)
+        self._type = torch.bfloat16 if best.bytes_beside == 2 else torch.float32
         self._engine: CpuEngine | None
         try:
             self._engine = CpuEngine(threads=threads)
         except BuildError:
             self._engine = None
 
-    def __call__(self) -> float:
-        """Bytes per second at present."""
-        if self._engine is not None:
-            return max(self._engine.read_bandwidth(self._memory) for _ in range(2))
-        return self._memory.nbytes / _best_s(lambda: torch.sum(self._memory))
+    def __call__(self) -> Limits:
+        """The better of two readings, and what arithmetic sustains for SUSTAINED_S."""
+        if self._engine is None:
+            return self._best
+        times_s, until_s = [], time.perf_counter() + SUSTAINED_S
+        while not times_s or time.perf_counter() < until_s:
+            times_s.append(1 / self._engine.peak_flops(self._type))  # of one operation
+        bytes_per_s = max(self._engine.read_bandwidth(self._memory) for _ in range(2))
+        return Limits(bytes_per_s, len(times_s) / sum(times_s), self._best.bytes_beside)
 
 
 def _best_s(call: Callable[[], object]) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import engine, engine_plot, llama_files, models
+from bench import engine, engine_plot, llama_files, models, roofline
 from bench.engine_parent import Lap
 from bench.engine_table import LABELS, Measured, Turn, decode_bandwidth, figures, show, timed
 from bench.roofline import Limits
@@ -97,14 +97,17 @@ def test_a_figure_compares_laps_of_the_same_round() -> None:
     assert laps.ratio(("motet int8", turn), ("llama bf16", turn)) is None
 
 
-def test_a_lap_is_compared_with_the_bandwidth_of_its_own_time() -> None:
+def test_a_lap_is_compared_with_the_limits_of_its_own_time() -> None:
     limits, turn = Limits(1e9, 1e12), Turn("none", 1)
     alone = decode_bandwidth(TINY, "motet none", 1.0)
     measured = Measured()
     for steps, bandwidth in ((10, 20 * alone), (20, 25 * alone), (30, 50 * alone)):
-        measured.add("motet none", turn, timed(Lap(2 + 8 / steps, [[7] * 9]), Lap(2, [[7]]), bandwidth))
+        measured.add("motet none", turn, timed(Lap(2 + 8 / steps, [[7] * 9]), Lap(2, [[7]]), Limits(bandwidth, 1e12)))
+        measured.add("motet none", Turn("none", 32), timed(Lap(1 / steps, [[7] * 9] * 32), None, Limits(1e15, 1e9 * steps)))
     found = figures(measured, TINY, limits, 64, 9, engine.chosen)
     assert found["b1_bandwidth_fraction"] == pytest.approx(0.6)
+    as_fast = roofline.share(Limits(1e15, 1e9), TINY, [-1] * 32, 64, 9, 1.0, weight_bytes=2)
+    assert found["b32_limit_fraction"] == pytest.approx(as_fast.limit, rel=1e-2)
 
 
 def test_agreement_counts_requests_with_the_same_first_token() -> None:

@@ -41,9 +41,14 @@ def test_a_batch_keeps_the_speed_that_is_left_when_its_adapters_bytes_are_read_f
     assert roofline.kept_with_adapters(second, shape, [-1], 10, 30.0) == 1.0
 
 
-def test_the_bandwidth_can_be_measured_again() -> None:
-    bandwidth = roofline.Bandwidth(1, vector=1 << 20)
-    assert min(bandwidth(), bandwidth()) > 1e8
+def test_the_limits_of_the_moment_can_be_measured_again() -> None:
+    present = roofline.Present(1, Limits(1.0, 1.0), vector=1 << 20)
+    for limits in (present(), present()):
+        assert limits.bytes_per_s > 1e8 and limits.flops_per_s > 1e8
+
+
+def test_the_limits_around_a_lap_are_the_mean_of_those_before_and_after() -> None:
+    assert Limits(1.0, 100.0, bytes_beside=4).mean(Limits(3.0, 200.0, bytes_beside=4)) == Limits(2.0, 150.0, bytes_beside=4)
 
 
 def test_whole_numbers_are_multiplied_as_many_at_once_as_fit_beside_each_other() -> None:

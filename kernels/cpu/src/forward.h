@@ -123,9 +123,10 @@ static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const Lor
   } else {
     const auto multiply_or_shrink = [&](int64_t item, int64_t next) {
       if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1, place.member, place.soon);
-      shrink_piece<T, A>(pool, lora, shrink[item - products], next < 0 ? nullptr : &shrink[next - products], layer, gemm.x, gemm.ldx, s);
+      const LoraPiece* after = next < products ? nullptr : &shrink[next - products];
+      shrink_piece<T, A>(pool, lora, shrink[item - products], after, layer, gemm.x, gemm.ldx, s);
     };
-    team.each(products + shrinks, multiply_or_shrink, place.soon);
+    team.each({products, shrinks}, multiply_or_shrink, place.soon);
   }
   if (!pieces) return;
   const auto expand_one = [&](int64_t item, int64_t next) {
@@ -165,7 +166,8 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   const KvLayout kv_layout{m.kv_heads, hd, m.block_size};
   const bool int8_kv = m.kv_type == I8;
   const int64_t kv_block = int8_kv ? kv_layout.block<int8_t>() : kv_layout.block<T>() * (int64_t)sizeof(T);
-  const bool gate = on_tiles<A>(m.layer[0].gate_up.type) && m.mlp % PANEL == 0;
+  const int64_t type = m.layer[0].gate_up.type;
+  const bool gate = m.mlp % PANEL == 0 && (on_tiles<A>(type) || (!is_integer(type) && rows >= GATED_ROWS));
   const uint8_t* plain = ws.lora.on_gate_up.data();
   float *x = ws.x.data<float>(), *y = ws.y.data<float>(), *s = ws.s.data<float>();
   A *h = ws.h.data<A>(), *gated = ws.gated.data<A>();
@@ -253,9 +255,10 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(head, items, item, next, member, soon); });
   if (member) {  // its core has nothing to do while member 0 draws the tokens
     const Matrix& first = m.layer[0].qkv;
-    const int64_t each = std::min(panel_bytes(first) * ((first.n + PANEL - 1) / PANEL), AFTER_BYTES) / (team.size() - 1);
-    const char* at = (const char*)first.data + (member - 1) * each;
-    Team::afterwards({at, at + each});
+    const int64_t panels = (first.n + PANEL - 1) / PANEL, bytes = panel_bytes(first), begin = Team::share(panels, member, team.size());
+    const int64_t mine = (Team::share(panels, member + 1, team.size()) - begin) * bytes;
+    const char* at = (const char*)first.data + begin * bytes;
+    Team::afterwards({at, at + std::min(mine, AFTER_BYTES / (team.size() - 1))});
   }
 }
 

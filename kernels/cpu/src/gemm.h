@@ -163,14 +163,16 @@ INLINE vf line_values(const bf16* line, int u, int at) {
 }
 
 // Rows of a block and the panels that are multiplied with it together, so that sums and weights fit the registers. A few rows alone
-// leave registers for more panels, which are as many streams of memory; lines of weights between two calls of prefetch.
+// leave registers for more panels, which are as many streams of memory. A gated product has blocks of its own, for two panels, and is
+// worth it from GATED_ROWS on. STRIP: lines of weights between two calls of prefetch.
 #if MOTET_LEVEL >= 2
-constexpr int BLOCK = 8, STRIP = 4;
+constexpr int BLOCK = 8, GATED_BLOCK = 12, STRIP = 4;
 INLINE constexpr int panels_together(int64_t rows) { return rows == 1 ? 6 : 3; }
 #else
-constexpr int BLOCK = MOTET_LEVEL == 1 ? 6 : 2, STRIP = 8;
+constexpr int BLOCK = MOTET_LEVEL == 1 ? 6 : 2, GATED_BLOCK = BLOCK, STRIP = 8;
 INLINE constexpr int panels_together(int64_t rows) { return MOTET_LEVEL == 0 || rows > 2 ? 1 : rows == 2 ? 2 : 6; }
 #endif
+constexpr int GATED_ROWS = 64;
 
 // A single row is multiplied with panels that are Streams. More rows prefetch the group that comes next, evenly.
 struct Evenly {
@@ -182,24 +184,24 @@ struct Evenly {
   }
 };
 
-// The lines of y that R rows and P panels are stored to. They are brought in while the sums are computed, a row at a time: stores that
+// The rows of N values each that a block is stored to. They are brought in while the sums are computed, a row at a time: stores that
 // miss the caches would hold up the next block.
-template <int R, int P>
+template <class T, int N>
 struct Stored {
-  const float *at, *end;
-  int64_t ldy;
-  Stored(const float* y, int64_t ldy) : at(y), end(y + R * ldy), ldy(ldy) {}
+  const T *at, *end;
+  int64_t stride;
+  Stored(const T* to, int rows, int64_t stride) : at(to), end(to + rows * stride), stride(stride) {}
   __attribute__((always_inline)) void row() {
     if (at == end) return;
 #pragma GCC unroll 16
-    for (int p = 0; p < P; ++p) prefetch_to_store(at + p * PANEL);
-    at += ldy;
+    for (int i = 0; i < N; i += 64 / (int)sizeof(T)) prefetch_to_store(at + i);
+    at += stride;
   }
 };
 
-template <class Wt, class A, int R, int P, class Fetch>
+template <class Wt, class A, int R, int P, class Fetch, class Store>
 static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride, const A* x, int64_t ldx, int64_t k,
-                                              float* out, Fetch fetch, Stored<R, P> stored) {
+                                              float* out, Fetch fetch, Store stored) {
   constexpr int KL = Packed<Wt>::KL, VP = PANEL / W;
   constexpr int LINE = 64 / sizeof(Wt);
   vf acc[R][P * VP];
@@ -254,9 +256,23 @@ INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row,
   if constexpr (P > 1)
     if (panels != P) return block_of<Wt, A, R, P - 1>(g, w, stride, row, panel, panels, fetch);
   alignas(64) float sums[R * P * PANEL];
-  sums_of<Wt, A, R, P>(w, stride, g.x + row * g.ldx, g.ldx, round_up(g.w->k, 32), sums, fetch,
-                       {g.y + row * g.ldy + panel * PANEL, g.ldy});
+  const Stored<float, P * PANEL> to(g.y + row * g.ldy + panel * PANEL, R, g.ldy);
+  sums_of<Wt, A, R, P>(w, stride, g.x + row * g.ldx, g.ldx, round_up(g.w->k, 32), sums, fetch, to);
   finish(g, row, R, panel, P, Sums{sums, P * PANEL, PANEL});
+}
+
+// A panel of each half, for at most R rows. The two are multiplied one after the other where registers hold the sums of one only.
+template <class Wt, class A, int R>
+INLINE void gated_rows_of(int rows, const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, Evenly fetch) {
+  if constexpr (R > 1)
+    if (rows != R) return gated_rows_of<Wt, A, R - 1>(rows, g, w, stride, row, panel, fetch);
+  constexpr int P = std::min(panels_together(R), 2);
+  alignas(64) float sums[R * 2 * PANEL];
+  for (int p = 0; p < 2; p += P) {
+    const Stored<A, PANEL> to(g.gated + row * g.ld_gated + panel * PANEL, p ? 0 : R, g.ld_gated);
+    sums_of<Wt, A, R, P>(w + p * stride, stride, g.x + row * g.ldx, g.ldx, round_up(g.w->k, 32), sums + p * R * PANEL, fetch, to);
+  }
+  finish_gated(g, row, R, panel, Sums{sums, P * PANEL, P == 2 ? PANEL : R * PANEL});
 }
 
 // At most as many rows as there are accumulators for.
@@ -273,12 +289,16 @@ static void panels_by_vectors(const Gemm<A>& g, const Wt* w, int64_t stride, int
                               int panels, Ahead& ahead) {
   const Streams streams(w, panel_bytes(*g.w), stride * sizeof(Wt), ahead);
   if (g.rows == 1) return rows_of<Wt, A, 1>(1, g, w, stride, row0, panel, panels, streams);
-  int64_t blocks = (row1 - row0 + BLOCK - 1) / BLOCK;
+  const int64_t most = g.gated ? GATED_BLOCK : BLOCK;
+  int64_t blocks = (row1 - row0 + most - 1) / most;
   const int64_t strips = blocks * round_up(g.w->k, 32) / (STRIP * Packed<Wt>::KL);
   const int per_strip = (int)((ahead.lines() + strips - 1) / strips);  // lines ahead for every strip of weights read
   for (int64_t row = row0; row < row1; --blocks) {
     const int rows = (int)((row1 - row + blocks - 1) / blocks);
-    rows_of<Wt, A, BLOCK>(rows, g, w, stride, row, panel, panels, Evenly{ahead, per_strip});
+    if (g.gated)
+      gated_rows_of<Wt, A, GATED_BLOCK>(rows, g, w, stride, row, panel, Evenly{ahead, per_strip});
+    else
+      rows_of<Wt, A, BLOCK>(rows, g, w, stride, row, panel, panels, Evenly{ahead, per_strip});
     row += rows;
   }
 }

@@ -13,12 +13,11 @@ INLINE bool on_tiles(int64_t type) {
 constexpr int64_t CACHE_BYTES = MOTET_LEVEL >= 4 ? 1280 << 10 : 768 << 10;  // of the second-level cache; every AMX machine has 2 MiB per core
 
 // The pieces of a product: [row block][groups of panels], numbered from 0. The panels of a group are multiplied together and lie `apart`
-// panels from each other. A piece of a gated product is two groups: 64 bytes of every row. Where arithmetic is the limit, every member of
-// the team has as many groups, of nearly equal size, the larger ones first; on tiles a group of one panel would cost as much as one of two.
+// panels from each other. A piece of a gated product is two groups: 64 bytes of every row. By vectors, every member of the team has as many
+// groups and panels, the larger groups first; on tiles a group of one panel would cost as much as one of two.
 template <class A>
 struct GemmItems {
   int64_t rows_each, blocks, panels, groups, groups_each, items_each, apart;
-  int per_group, larger;  // panels of a group; `larger` groups have one more
   int team;
   bool tiles;
 
@@ -27,11 +26,10 @@ struct GemmItems {
     tiles = on_tiles<A>(type);
     panels = (g.w->n + PANEL - 1) / PANEL;
     const int integer_panels = g.rows == 1 ? I_STREAMS : type == I8 ? I8_PANELS : I_PANELS;
-    const int most_panels = tiles ? 2 : is_integer(type) ? integer_panels : panels_together(g.rows);
+    const bool pairs = tiles || g.gated;
+    const int most_panels = pairs ? 2 : is_integer(type) ? integer_panels : panels_together(g.rows);
     groups = (panels + most_panels - 1) / most_panels;
-    if (!tiles && g.rows > BLOCK) groups = std::min(round_up(groups, team), panels);
-    per_group = tiles ? 2 : (int)(panels / groups);
-    larger = tiles ? 0 : (int)(panels % groups);
+    if (!pairs) groups = std::min(round_up(groups, team), panels);
     groups_each = g.gated ? 2 : 1;
     items_each = (groups + groups_each - 1) / groups_each;
     apart = g.gated ? panels / 2 : 1;
@@ -43,10 +41,13 @@ struct GemmItems {
   }
   int64_t count() const { return blocks * items_each; }
   int64_t first_group(int64_t item) const { return item % items_each * groups_each; }
-  int64_t first_panel(int64_t group) const { return apart > 1 ? group : group * per_group + std::min<int64_t>(group, larger); }
-  int count_panels(int64_t group) const {
-    return apart > 1 ? 2 : (int)std::min<int64_t>(per_group + (group < larger), panels - first_panel(group));
+  int64_t first_panel(int64_t group) const {
+    if (apart > 1 || groups == panels) return group;
+    if (tiles) return std::min(2 * group, panels);
+    const int64_t each = groups / team, begin = Team::share(panels, group / each, team);
+    return begin + Team::share(Team::share(panels, group / each + 1, team) - begin, group % each, each);
   }
+  int count_panels(int64_t group) const { return apart > 1 ? 2 : (int)(first_panel(group + 1) - first_panel(group)); }
 };
 
 // The weights of a group.
@@ -55,14 +56,16 @@ INLINE Ahead ahead_of(const Gemm<A>& g, const GemmItems<A>& items, int64_t group
   const int64_t bytes = panel_bytes(*g.w), apart = items.apart * bytes;
   const int count = items.count_panels(group);
   const char* at = (const char*)g.w->data + items.first_panel(group) * bytes;
-  return {at, at + (items.tiles ? 1 : count) * bytes, items.tiles && count == 2 ? apart : 0, bytes};
+  const bool side_by_side = count == 2 && (items.tiles || items.apart > 1);
+  return {at, at + (side_by_side ? 1 : count) * bytes, side_by_side ? apart : 0, bytes};
 }
 
 // Of the first piece that a member takes of a product.
 template <class A>
 INLINE Ahead first_ahead(const Gemm<A>& g, int member, int team) {
   const GemmItems<A> items(g, team);
-  return member < items.count() ? ahead_of(g, items, items.first_group(member)) : Ahead{};
+  const int64_t count = items.count(), first = Team::share(count, member, team);
+  return first < Team::share(count, member + 1, team) ? ahead_of(g, items, items.first_group(first)) : Ahead{};
 }
 
 // Rows [row0, row1) of one group.
@@ -89,9 +92,9 @@ static void gemm_group(const Gemm<A>& g, const GemmItems<A>& items, int64_t row0
 #endif
   } else {
     switch (w.type) {
-      case F32: return panels_by_vectors(g, (const float*)data, bytes / 4, row0, row1, panel, panels, ahead);
-      case BF16: return panels_by_vectors(g, (const bf16*)data, bytes / 2, row0, row1, panel, panels, ahead);
-      default: return panels_by_vectors(g, (const f16*)data, bytes / 2, row0, row1, panel, panels, ahead);
+      case F32: return panels_by_vectors(g, (const float*)data, apart / 4, row0, row1, panel, panels, ahead);
+      case BF16: return panels_by_vectors(g, (const bf16*)data, apart / 2, row0, row1, panel, panels, ahead);
+      default: return panels_by_vectors(g, (const f16*)data, apart / 2, row0, row1, panel, panels, ahead);
     }
   }
 }
@@ -106,7 +109,7 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
   for (int64_t group = begin; group < end; ++group) {
     const int64_t next = group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item);
     ahead = next < 0 ? g.then ? first_ahead(*g.then, member, items.team) : Ahead{} : ahead_of(g, items, next);
-    if (between && next != group + 1) ahead = between->then(ahead);
+    if (between && group + 1 == end) ahead = between->then(ahead);
     gemm_group(g, items, row0, row1, group, ahead);
   }
 }

@@ -88,19 +88,20 @@ struct LoraPlan {
     for (int64_t r = 0; r < rows; ++r)
       if (row_slot[r] >= 0) order[first_of_slot[row_slot[r]]++] = (int32_t)r;
     // first_of_slot[s] is now the end of s
-    int64_t adapters = 0;
-    for (int64_t s = 0; s < pool.slots; ++s) adapters += first_of_slot[s] > (s ? first_of_slot[s - 1] : 0);
+    slots_.clear();
+    for (int64_t r = 0; r < rows; ++r)
+      if (row_slot[r] >= 0 && order[first_row_of(row_slot[r])] == r) slots_.push_back(row_slot[r]);
+    const int64_t adapters = (int64_t)slots_.size();
     // few adapters are cut finely, so that every thread has as much work; with many adapters each page is one piece
     const bool few = adapters < 4 * team;
-    for (int64_t slot = 0; slot < pool.slots; ++slot) {
-      const int32_t begin = slot ? first_of_slot[slot - 1] : 0, end = first_of_slot[slot];
-      if (begin == end) continue;
+    for (const int32_t slot : slots_) {  // in order of their rows, so that a member has the same rows as in other phases
+      const int32_t begin = first_row_of(slot), end = first_of_slot[slot];
       for (int g = 0; g < GROUPS; ++g)
         for (int m = GROUP_START[g]; m < GROUP_START[g + 1]; ++m) {
           const int32_t pages = pool.pages[slot * MODULES + m];
           if (!pages) continue;
           if (SIDE_BY_SIDE > 1 && !few && end - begin == 1) {
-            lone_[g].push_back({begin, 1, (int32_t)slot, m, pages, 0, pages, s_size});
+            lone_[g].push_back({begin, 1, slot, m, pages, 0, pages, s_size});
             s_size += pages * PAGE;
             if (g == 2) on_gate_up[order[begin]] = 1;
             continue;
@@ -120,12 +121,12 @@ struct LoraPlan {
             const int32_t n = std::min<int32_t>(LORA_ROWS, end - row);
             for (int32_t p = 0; p < pages; p += pages_each) {
               const int32_t some = std::min(pages_each, pages - p);
-              shrink[g].push_back({row, n, (int32_t)slot, m, pages, p, some, s_size, (int64_t)lone_pages.size()});
+              shrink[g].push_back({row, n, slot, m, pages, p, some, s_size, (int64_t)lone_pages.size()});
               if (SIDE_BY_SIDE > 1 && n == 1) add_pages(pool, shrink[g].back());
             }
             for (int32_t c = 0; c < out; c += columns) {
               const int32_t some = (int32_t)std::min<int64_t>(columns, out - c);
-              expand[g].push_back({row, n, (int32_t)slot, m, pages, c, some, s_size, (int64_t)lone_streams.size()});
+              expand[g].push_back({row, n, slot, m, pages, c, some, s_size, (int64_t)lone_streams.size()});
               if (SIDE_BY_SIDE > 1 && n == 1) add_streams(pool, expand[g].back());
             }
             s_size += (int64_t)n * pages * PAGE;
@@ -135,12 +136,13 @@ struct LoraPlan {
         }
     }
     if (SIDE_BY_SIDE == 1) return;
+    const int members = std::max(team, 1);
     if (!few)
       for (int g = 0; g < GROUPS; ++g) {
-        shrink_together(pool, g, std::max(team, 1));
+        shrink_together(pool, g, members);
         expand_together(pool, g);
-        large_first(shrink[g], [](const LoraPiece& piece) { return piece.count; });
-        large_first(expand[g], [](const LoraPiece& piece) { return (int64_t)piece.count * piece.pages * (1 + piece.others); });
+        large_first(shrink[g], members, [](const LoraPiece& piece) { return piece.count; });
+        large_first(expand[g], members, [](const LoraPiece& piece) { return (int64_t)piece.count * piece.pages * (1 + piece.others); });
       }
     for (int i = 0; i < SIDE_BY_SIDE && !lone_pages.empty(); ++i)
       lone_pages.push_back(lone_pages.back()), lone_streams.push_back(lone_streams.back());
@@ -149,6 +151,8 @@ struct LoraPlan {
   const LoraPiece& beside_of(const LoraPiece& piece, int i) const { return i ? beside[piece.beside + i - 1] : piece; }
 
  private:
+  int32_t first_row_of(int32_t slot) const { return slot ? first_of_slot[slot - 1] : 0; }
+
   // Adapters with one row: SIDE_BY_SIDE pages are a piece, whichever adapters they are of. The last pieces are smaller, so that no
   // member waits long for another.
   void shrink_together(const Pool& pool, int g, int team) {
@@ -213,16 +217,22 @@ struct LoraPlan {
     }
   }
 
-  // Large pieces first, so that no member waits for another's at the end.
+  // The same share of every size for each member, large pieces first, so that no member waits for another's at the end.
   template <class F>
-  static void large_first(std::vector<LoraPiece>& pieces, F&& size) {
+  void large_first(std::vector<LoraPiece>& pieces, int members, F&& size) {
     std::sort(pieces.begin(), pieces.end(), [&](const LoraPiece& a, const LoraPiece& b) {
       const int64_t of_a = size(a), of_b = size(b);
       return of_a != of_b ? of_a > of_b : a.s != b.s ? a.s < b.s : a.first < b.first;
     });
+    sorted_.swap(pieces);
+    pieces.clear();
+    for (int member = 0; member < members; ++member)
+      for (size_t i = member; i < sorted_.size(); i += members) pieces.push_back(sorted_[i]);
   }
 
   std::vector<LoraPiece> lone_[GROUPS];  // adapters with one row
+  std::vector<LoraPiece> sorted_;
+  std::vector<int32_t> slots_;
 };
 
 // The type of s = A x: bfloat16 where it is multiplied with B as bfloat16, which is how PEFT rounds it.

@@ -2,10 +2,13 @@
 //
 //   team.run(f)             every member runs f(member); returns when all are done
 //   team.each(n, f, idle)   inside f: items 0..n-1, each done once by one member; ends with a barrier
+//   team.each({n, m}, ...)  items 0..n+m-1, of two kinds: every member has a share of each
 //
-// A member's first item is its number, so that it can prefetch it before the phase begins; it claims the others, one item ahead,
-// so that an item can prefetch the memory of the next one. A waiting member spins for a while and calls `idle` (a phase lasts
-// microseconds), then sleeps on a futex (the gap between two engine steps is much longer).
+// A member has the same share of neighbouring items in every phase, and takes the last ones of another's when it has finished its own.
+// So what a member writes stays in its own caches, and members meet in memory at the end of a phase only: where their cores have no cache
+// in common, a line takes half a microsecond from one to the other. A member takes items one ahead, so that an item can prefetch the
+// memory of the next one, and knows its first before the phase begins. A waiting member spins for a while and calls `idle` (a phase
+// lasts microseconds), then sleeps on a futex (the gap between two engine steps is much longer).
 #pragma once
 #include <linux/futex.h>
 #include <pthread.h>
@@ -14,6 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <mutex>
@@ -51,9 +55,12 @@ struct Ahead {
     }
     if (at >= end && more != last) go_on();
   }
-  // At most `n` lines, without a gap, from within a loop.
+  // At most `n` lines, from within a loop.
   __attribute__((always_inline)) void prefetch_lines(int n) {
-    for (int i = 0; i < n && at < end; ++i, at += 64) motet::prefetch(at);
+    for (int i = 0; i < n && at < end; ++i, at += 64) {
+      motet::prefetch(at);
+      if (gap) motet::prefetch(at + gap);
+    }
     if (at >= end && more != last) go_on();
   }
   int64_t lines() const {
@@ -136,13 +143,19 @@ class Generation {
   std::atomic<uint32_t> sleepers_{0};
 };
 
+// The items of a phase. Those of the second kind follow those of the first.
+struct Items {
+  int64_t first, second = 0;
+  Items(int64_t first, int64_t second = 0) : first(first), second(second) {}
+};
+
 class Team {
  public:
   // What this member prefetches while it waits for the next `run`.
   static void afterwards(const Ahead& memory) { afterwards_ = memory; }
 
   // Pinned one per allowed CPU when there are as many members as CPUs; otherwise the kernel places them.
-  explicit Team(int size) : size_(size < 1 ? 1 : size) {
+  explicit Team(int size) : size_(size < 1 ? 1 : size), members_(size_) {
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
     if (sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) == size_)
@@ -156,6 +169,8 @@ class Team {
     for (auto& thread : threads_) thread.join();
   }
   int size() const { return size_; }
+  // Where the share of `member` of n items begins; the next one's is its end.
+  static int64_t share(int64_t n, int64_t member, int64_t size) { return n / size * member + std::min(n % size, member); }
 
   template <class F>
   void run(F&& f) {
@@ -176,14 +191,10 @@ class Team {
   }
   template <class F>
   void barrier(F&& idle) {
-    if (size_ == 1) {
-      ticket_.store(0, std::memory_order_relaxed);
-      return;
-    }
+    if (size_ == 1) return;
     const uint32_t seen = phase_.get();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
-      ticket_.store(0, std::memory_order_relaxed);
       phase_.advance();
     } else {
       phase_.wait_beyond(seen, 2000, idle);  // about 100 us; a longer wait means that another process has this CPU
@@ -191,22 +202,49 @@ class Team {
   }
 
   template <class F>
-  void each(int64_t n, F&& f) {
+  void each(Items n, F&& f) {
     each(n, f, [] {});
   }
   template <class F, class I>
-  void each(int64_t n, F&& f, I&& idle) {  // f(item, next item or -1)
-    int64_t item = member_;
-    while (item < n) {
-      const int64_t next = claim();
-      f(item, next < n ? next : -1);
+  void each(Items n, F&& f, I&& idle) {  // f(item, next item or -1); the next one may be any other
+    ++members_[member_].phase;
+    for (int64_t item = take(n); item >= 0;) {
+      const int64_t next = take(n);
+      f(item, next);
       item = next;
     }
     barrier(idle);
   }
 
  private:
-  int64_t claim() { return size_ + ticket_.fetch_add(1, std::memory_order_relaxed); }
+  // What is left of a member's share: from `begin` to `end` of it, in one word with the phase (8, 28 and 28 bits). Whoever comes first in
+  // a phase finds the word of the last one.
+  struct alignas(64) Member {
+    std::atomic<uint64_t> left{0};
+    uint8_t phase = 0;  // that this member is in: all members count the same phases
+  };
+  // An item that nobody has taken, of this member's share as long as it has any; -1 if there is none.
+  int64_t take(const Items& n) {
+    const uint64_t phase = members_[member_].phase;
+    for (int i = 0, owner = member_; i < size_; ++i, owner = owner + 1 < size_ ? owner + 1 : 0) {
+      const int64_t first = share(n.first, owner, size_), firsts = share(n.first, owner + 1, size_) - first;
+      const int64_t second = share(n.second, owner, size_), seconds = share(n.second, owner + 1, size_) - second;
+      std::atomic<uint64_t>& left = members_[owner].left;
+      uint64_t seen = left.load(std::memory_order_relaxed);
+      while (true) {
+        const bool begun = seen >> 56 == phase;
+        int64_t begin = begun ? seen >> 28 & COUNT : 0, end = begun ? seen & COUNT : firsts + seconds;
+        const bool some = begin < end;
+        if (!some && (begun || i)) break;
+        const int64_t at = i ? --end : begin;
+        if (some && !i) ++begin;
+        if (!left.compare_exchange_weak(seen, phase << 56 | (uint64_t)begin << 28 | (uint64_t)end, std::memory_order_relaxed)) continue;
+        if (!some) break;
+        return at < firsts ? first + at : n.first + second + at - firsts;
+      }
+    }
+    return -1;
+  }
   static void pin(int cpu) {
     cpu_set_t one;
     CPU_ZERO(&one);
@@ -228,9 +266,11 @@ class Team {
     }
   }
 
+  static constexpr uint64_t COUNT = (1u << 28) - 1;
   static inline thread_local Ahead afterwards_;
   static inline thread_local int member_ = 0;  // of the team that runs this thread; 0 for one that calls `run`
   const int size_;
+  std::vector<Member> members_;
   std::vector<int> cpus_;
   std::vector<std::thread> threads_;
   std::function<void(int)> job_;
@@ -238,5 +278,4 @@ class Team {
   std::atomic<bool> stop_{false};
   Generation jobs_, phase_;
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int64_t> ticket_{0};
 };

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from motet.kernels.cpu import available_isas
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.runner import ModelRunner
 from tests.support_models import (
@@ -79,6 +80,21 @@ def test_logits_do_not_depend_on_the_batch(family: Family) -> None:
         drive(family.runner, [alone], chunk=1000)
         assert alone.output == sequence.output
         assert (torch.stack(alone.logits) - torch.stack(sequence.logits)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("isa", available_isas())
+def test_a_step_of_many_rows_computes_the_same_bits_as_steps_of_few(
+    family: Family, isa: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTET_CPU_ISA", isa)
+    runner = make_runner(family.model_dir, family.adapters, dtype=dtype, kernels="cpu")
+    prompts = random_prompts(9, seed=6, shortest=40)
+    many, few = ([Sequence(prompt, i - 1, 1) for i, prompt in enumerate(prompts)] for _ in range(2))
+    drive(runner, many, chunk=1000)  # three whole prompts in a step: gate and up are multiplied side by side from 64 rows on
+    drive(runner, few, chunk=2)
+    for one, other in zip(many, few, strict=True):
+        assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
 
 
 def test_a_slot_serves_the_adapter_that_was_loaded_last(family: Family) -> None:
