@@ -3,8 +3,8 @@
 Probes on as many threads as the contestants have: torch reads and adds long vectors (bandwidth) and multiplies large bfloat16
 matrices (arithmetic); Motet's kernels read, and multiply from registers. The better of the two counts.
 
-A batch must read all weights and its adapters once per step, and multiply every token by them. Attention is left out, since it
-is small here. The limit of a step is the slower of reading and multiplying.
+A batch must read all weights and its adapters once per step, multiply every token by them, and in attention read and multiply all keys
+and values before a token. The limit of a step is the slower of reading and multiplying.
 """
 
 from __future__ import annotations
@@ -146,18 +146,15 @@ def share(
     step_bytes = weight_bytes * (layers + head) + ELEMENT_BYTES * sum(_elements(shape, one) for one in set(adapters))
     token_flops = 2 * (layers * len(adapters) + sum(loras))
     head_flops = 2 * head * len(adapters)
-    prefill_flops, decode_flops = prompt_tokens * token_flops + head_flops, token_flops + head_flops
-    decodes = output_tokens - 1
-    flops = prefill_flops + decodes * decode_flops
-
-    def least_s(step_flops: int) -> float:
-        return max(step_bytes / limits.bytes_per_s, step_flops / limits.flops_per_s)
-
-    at_least_s = least_s(prefill_flops) + decodes * least_s(decode_flops)
+    seen_flops = 4 * shape.hidden * shape.layers * len(adapters)  # of a token of the context, for one after it
+    seen_bytes = 2 * ELEMENT_BYTES * shape.kv_heads * shape.hidden // shape.heads * shape.layers * len(adapters)
+    prefill = (step_bytes, prompt_tokens * token_flops + head_flops + seen_flops * prompt_tokens * (prompt_tokens + 1) // 2)
+    contexts = range(prompt_tokens + 1, prompt_tokens + output_tokens)
+    steps = [prefill, *((step_bytes + seen_bytes * n, token_flops + head_flops + seen_flops * n) for n in contexts)]
     return Share(
-        bandwidth=(1 + decodes) * step_bytes / seconds / limits.bytes_per_s,
-        flops=flops / seconds / limits.flops_per_s,
-        limit=at_least_s / seconds,
+        bandwidth=sum(read for read, _ in steps) / seconds / limits.bytes_per_s,
+        flops=sum(flops for _, flops in steps) / seconds / limits.flops_per_s,
+        limit=sum(max(read / limits.bytes_per_s, flops / limits.flops_per_s) for read, flops in steps) / seconds,
     )
 
 

@@ -18,8 +18,20 @@ def test_one_request_reads_all_weights_for_every_token() -> None:
     shape = SHAPES["S"]
     weights = shape.layers * sum(a * b for a, b in shape.projections().values()) + shape.hidden * shape.vocabulary
     limits = Limits(bytes_per_s=2.0 * weights, flops_per_s=1e15)  # a step a second, and arithmetic for nothing
-    found = roofline.share(limits, shape, [-1], 64, 10, 20.0, weight_bytes=2)
-    assert found.bandwidth == pytest.approx(0.5) and found.limit == pytest.approx(0.5) and found.flops < 0.01
+    found = roofline.share(limits, shape, [-1], 1, 10, 20.0, weight_bytes=2)
+    assert found.bandwidth == pytest.approx(0.5, rel=1e-2) and found.limit == pytest.approx(found.bandwidth) and found.flops < 0.01
+
+
+def test_a_token_reads_and_multiplies_the_keys_and_values_of_all_before_it() -> None:
+    shape, limits = SHAPES["M"], Limits(1.0, 1.0)
+
+    def of(prompt_tokens: int) -> roofline.Share:
+        return roofline.share(limits, shape, [-1, -1], prompt_tokens, 2, 1.0, weight_bytes=2)
+
+    keys_and_values = 2 * 2 * shape.kv_heads * (shape.hidden // shape.heads) * shape.layers  # bytes of a token
+    assert of(101).bandwidth - of(100).bandwidth == 2 * keys_and_values
+    more = [of(n + 1).flops - of(n).flops for n in (100, 101)]
+    assert more[1] - more[0] == 2 * 4 * shape.hidden * shape.layers  # q k and weights v, a multiplication and an addition each
 
 
 def test_adapters_are_read_once_each_and_multiplied_by_all_of_their_tokens() -> None:
