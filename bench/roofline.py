@@ -3,8 +3,8 @@
 Probes on as many threads as the contestants have: torch reads and adds long vectors (bandwidth) and multiplies large bfloat16
 matrices (arithmetic); Motet's kernels read, and multiply from registers. The better of the two counts.
 
-A batch must read all weights and its adapters once per step, multiply every token by them, and in attention read and multiply all keys
-and values before a token. The limit of a step is the slower of reading and multiplying.
+A batch must read all weights and its adapters once per step, multiply every token by them, and in attention read and multiply
+all keys and values before a token. The limit of a step is the slower of reading and multiplying.
 """
 
 from __future__ import annotations
