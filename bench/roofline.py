@@ -108,7 +108,8 @@ class Present:
         """The better of two readings, and what arithmetic sustains for SUSTAINED_S."""
         if self._engine is None:
             return self._best
-        times_s, until_s = [], time.perf_counter() + SUSTAINED_S
+        times_s: list[float] = []
+        until_s = time.perf_counter() + SUSTAINED_S
         while not times_s or time.perf_counter() < until_s:
             times_s.append(1 / self._engine.peak_flops(self._type))  # of one operation
         bytes_per_s = max(self._engine.read_bandwidth(self._memory) for _ in range(2))
