@@ -100,10 +100,13 @@ class AdapterFixture:
     blob: bytes  # motet-lora/2
 
 
-def make_checkpoint(family: str, directory: Path, *, seed: int = 0) -> Path:
-    """A random Hugging Face checkpoint of `family` (one of FAMILIES) below `directory`; norms and biases are random too."""
+def make_checkpoint(family: str, directory: Path, *, seed: int = 0, **sizes: int) -> Path:
+    """A random Hugging Face checkpoint of `family` (one of FAMILIES) below `directory`; norms and biases are random too.
+
+    `sizes` replace those of the family's configuration.
+    """
     name, changes, dtype, shard = _FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**_SMALL | changes)
+    config = getattr(transformers, f"{name}Config")(**_SMALL | changes | sizes)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():

@@ -19,20 +19,20 @@ template <class A>
 struct GemmItems {
   int64_t rows_each, blocks, panels, groups, groups_each, items_each, apart;
   int team;
-  bool tiles;
+  bool tiles, gated;
 
-  GemmItems(const Gemm<A>& g, int team) : team(team) {
+  GemmItems(const Gemm<A>& g, int team) : team(team), gated(g.gated) {
     const int64_t type = g.w->type, row_bytes = is_integer(type) ? rounded_stride(g.w->k) : g.ldx * (int64_t)sizeof(A);
     tiles = on_tiles<A>(type);
     panels = (g.w->n + PANEL - 1) / PANEL;
     const int integer_panels = g.rows == 1 ? I_STREAMS : type == I8 ? I8_PANELS : I_PANELS;
-    const bool pairs = tiles || g.gated;
+    const bool pairs = tiles || gated;
     const int most_panels = pairs ? 2 : is_integer(type) ? integer_panels : panels_together(g.rows);
     groups = (panels + most_panels - 1) / most_panels;
     if (!pairs) groups = std::min(round_up(groups, team), panels);
-    groups_each = g.gated ? 2 : 1;
+    groups_each = gated ? 2 : 1;
     items_each = (groups + groups_each - 1) / groups_each;
-    apart = g.gated ? panels / 2 : 1;
+    apart = gated ? panels / 2 : 1;
     // the rows of one block stay in the second-level cache while all panels are read
     const int64_t unit = tiles ? TILE_ROWS : 96, fit = CACHE_BYTES / row_bytes / unit * unit;
     const int64_t most = std::max(unit, tiles ? std::min<int64_t>(MAX_ROWS, fit) : fit);
@@ -42,12 +42,12 @@ struct GemmItems {
   int64_t count() const { return blocks * items_each; }
   int64_t first_group(int64_t item) const { return item % items_each * groups_each; }
   int64_t first_panel(int64_t group) const {
-    if (apart > 1 || groups == panels) return group;
+    if (gated || groups == panels) return group;
     if (tiles) return std::min(2 * group, panels);
     const int64_t each = groups / team, begin = Team::share(panels, group / each, team);
     return begin + Team::share(Team::share(panels, group / each + 1, team) - begin, group % each, each);
   }
-  int count_panels(int64_t group) const { return apart > 1 ? 2 : (int)(first_panel(group + 1) - first_panel(group)); }
+  int count_panels(int64_t group) const { return gated ? 2 : (int)(first_panel(group + 1) - first_panel(group)); }
 };
 
 // The weights of a group.
@@ -56,7 +56,7 @@ INLINE Ahead ahead_of(const Gemm<A>& g, const GemmItems<A>& items, int64_t group
   const int64_t bytes = panel_bytes(*g.w), apart = items.apart * bytes;
   const int count = items.count_panels(group);
   const char* at = (const char*)g.w->data + items.first_panel(group) * bytes;
-  const bool side_by_side = count == 2 && (items.tiles || items.apart > 1);
+  const bool side_by_side = count == 2 && (items.tiles || items.gated);
   return {at, at + (side_by_side ? 1 : count) * bytes, side_by_side ? apart : 0, bytes};
 }
 

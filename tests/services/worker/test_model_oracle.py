@@ -97,6 +97,17 @@ def test_a_step_of_many_rows_computes_the_same_bits_as_steps_of_few(
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
 
 
+@pytest.mark.parametrize("mlp", [16, 32, 40, 48])
+@pytest.mark.parametrize("isa", available_isas())
+def test_a_long_prompt_passes_an_mlp_of_any_width(tmp_path: Path, isa: str, mlp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = make_checkpoint(FAMILIES[0], tmp_path, intermediate_size=mlp)
+    monkeypatch.setenv("MOTET_CPU_ISA", isa)
+    sequence = Sequence(random_prompts(1, seed=9, shortest=70, longest=70)[0], -1, 1)
+    drive(make_runner(model_dir, [], kernels="cpu"), [sequence], chunk=1000)
+    want = Oracle(model_dir, []).logits(sequence.prompt, None)
+    assert (torch.stack(sequence.logits) - want).abs().max() < TOLERANCE
+
+
 def test_a_slot_serves_the_adapter_that_was_loaded_last(family: Family) -> None:
     runner = make_runner(family.model_dir, family.adapters[:3])
     runner.free_adapter(1)
