@@ -12,8 +12,9 @@ share of what the machine allows just before and after the lap (bench.roofline):
 4 bits, of whole numbers.
 
 Every contestant has a process of its own and the same cores. A turn asks each of them for one cell of the table, in another
-order every time and with prompts that none has seen; figures are ratios of medians over the rounds. Memory does not hold all
-contestants at once: vLLM and PEFT come after the others, beside Motet again ("motet again"), within ten more minutes.
+order every time and with prompts that none has seen; a figure is the median over the rounds of the ratio of two laps. Memory
+does not hold all contestants at once: vLLM and PEFT come after the others, beside Motet again ("motet again"), within ten more
+minutes.
 
 vLLM without LoRA is an engine in which LoRA is off: only then does vLLM compile its model. Its LoRA path is not compiled, so
 a ratio to it says little.
@@ -165,6 +166,7 @@ def _rounds(contestants: dict[str, Sides], measured: Measured, rounds: int, toke
     threads = len(os.sched_getaffinity(0))
     best = roofline.probe(threads)
     present = roofline.Present(threads, best)
+    now = present()
     turns = [(0, turn) for turn in WARM_UP] + [(number, turn) for number in range(1, rounds + 1) for turn in TURNS]
     order = list(contestants)
     for at in watch.rounds(len(turns), f"turns of {order[-1]}'s table", at_least=LEAST):
@@ -175,12 +177,12 @@ def _rounds(contestants: dict[str, Sides], measured: Measured, rounds: int, toke
             if adapters is None:
                 continue
             side = contestants[name]["base" if turn.kind == "none" else "lora"]
-            before = present()
             alone = side.lap(first, adapters, 1) if number and turn.kind == "none" else None
             lap = side.lap(asked, adapters, tokens if number else 2)
             print(_said(name, turn, number, rounds, lap), file=sys.stderr)
+            before, now = now, present()
             if number:
-                measured.add(name, turn, timed(lap, alone, before.mean(present())))
+                measured.add(name, turn, timed(lap, alone, before.mean(now)))
         order.append(order.pop(0))
         if turn is TURNS[-1] or at == LEAST - 1:
             best = best.better(roofline.probe(threads))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from bench import report, roofline
@@ -137,22 +137,18 @@ def figures(
     for name, turn, rate in measured.cells():
         kind, batch = turn.kind, str(turn.batch)
         rates.setdefault(name, {}).setdefault(kind, {})[batch] = round(rate, 1)
-        of_laps = [
-            roofline.share(
-                at if WEIGHT_BYTES[name] == WEIGHT_BYTES["motet none"] else at.of_whole_numbers,
-                shape,
-                chosen(name, turn) or (),
-                prompt_tokens,
-                output_tokens,
-                turn.batch * output_tokens / lap.whole,
-                weight_bytes=WEIGHT_BYTES[name],
+        wanted, weight_bytes = chosen(name, turn) or (), WEIGHT_BYTES[name]
+        of_laps = []
+        for lap in measured.laps[name][turn]:
+            there = lap.limits or limits
+            if weight_bytes != WEIGHT_BYTES["motet none"]:
+                there = there.of_whole_numbers
+            seconds = turn.batch * output_tokens / lap.whole
+            of_laps.append(
+                roofline.share(there, shape, wanted, prompt_tokens, output_tokens, seconds, weight_bytes=weight_bytes)
             )
-            for lap in measured.laps[name][turn]
-            for at in [lap.limits or limits]
-        ]
-        parts = ("bandwidth", "flops", "limit")
-        share = {part: round(statistics.median(getattr(one, part) for one in of_laps), 3) for part in parts}
-        shares.setdefault(name, {}).setdefault(kind, {})[batch] = share
+        medians = {part.name: statistics.median(getattr(one, part.name) for one in of_laps) for part in fields(roofline.Share)}
+        shares.setdefault(name, {}).setdefault(kind, {})[batch] = {part: round(value, 3) for part, value in medians.items()}
         if kind == "none":
             decode.setdefault(name, {})[batch] = round(measured.rate(name, turn, "decode") or 0.0, 1)
     if (ours := shares.get("motet none", {}).get("none", {}).get("32")) is not None:

@@ -19,11 +19,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from bench import kernels_attention, report
+from bench import kernels_attention, report, roofline
 from bench.watch import Watch
 from motet.kernels import GROUPS, LoraPool, PackedLora
 from motet.kernels.cpu import CpuEngine, Packer
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"isa": engine.isa, "threads": engine.threads}
     if args.only != "products":
         attention = kernels_attention.measure(
-            engine, lambda: limits.probe().bandwidth, cold_bytes, repeats, watch, quick=args.quick
+            engine, lambda: limits.probe().bytes_per_s, cold_bytes, repeats, watch, quick=args.quick
         )
         print(kernels_attention.table(attention))
         found |= kernels_attention.figures(attention)
@@ -99,13 +99,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class _Rates(NamedTuple):
-    bandwidth: float
-    """Bytes per second."""
-    peak: float
-    """Floating-point operations per second."""
-
-
 class _Limits:
     """The rates of reading and multiplying, which are probed beside every measurement."""
 
@@ -113,24 +106,24 @@ class _Limits:
         self._engine, self.cold_bytes = engine, cold_bytes
         self._memory = lazy_zeros([cold_bytes], dtype=torch.uint8)
         self._memory.fill_(1)
-        self._probed: list[_Rates] = []
+        self._probed: list[roofline.Limits] = []
         for _ in range(3):
             self.probe()
 
-    def probe(self) -> _Rates:
+    def probe(self) -> roofline.Limits:
         """Measure both at present."""
-        self._probed.append(_Rates(self._engine.read_bandwidth(self._memory), self._engine.peak_flops(DTYPE)))
+        self._probed.append(roofline.Limits(self._engine.read_bandwidth(self._memory), self._engine.peak_flops(DTYPE)))
         return self._probed[-1]
 
     @property
     def bandwidth(self) -> float:
         """The median bandwidth of all probes."""
-        return statistics.median(rates.bandwidth for rates in self._probed)
+        return statistics.median(rates.bytes_per_s for rates in self._probed)
 
     @property
     def peak(self) -> float:
         """The highest peak of all probes."""
-        return max(rates.peak for rates in self._probed)
+        return max(rates.flops_per_s for rates in self._probed)
 
 
 def _product(
@@ -149,7 +142,7 @@ def _product(
         pairs = _beside(limits, lambda x=x, y=y, some=some: engine.gemm(some, x, y, DTYPE), repeats, watch)  # type: ignore[misc]
         flops = 2 * rows * fan_in * fan_out
         seconds = statistics.median(s for s, _ in pairs) / len(some)
-        fraction = statistics.median(max(nbytes / at.bandwidth, flops / at.peak) / s * len(some) for s, at in pairs)
+        fraction = statistics.median(max(nbytes / at.bytes_per_s, flops / at.flops_per_s) / s * len(some) for s, at in pairs)
         found[rows] = (nbytes / seconds / 1e9, flops / seconds / 1e9, fraction)
     return found
 
@@ -189,12 +182,12 @@ def _lora(
         rates = [nbytes / s for s, _ in pairs]
         found[part] = (
             statistics.median(rates) / 1e9,
-            statistics.median(r / at.bandwidth for r, (_, at) in zip(rates, pairs, strict=True)),
+            statistics.median(r / at.bytes_per_s for r, (_, at) in zip(rates, pairs, strict=True)),
         )
     return found
 
 
-def _beside(limits: _Limits, call: Callable[[], None], repeats: int, watch: Watch) -> list[tuple[float, _Rates]]:
+def _beside(limits: _Limits, call: Callable[[], None], repeats: int, watch: Watch) -> list[tuple[float, roofline.Limits]]:
     """(seconds of a call, both rates just afterwards), `repeats` times."""
     call()
     pairs = []

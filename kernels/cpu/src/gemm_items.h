@@ -4,7 +4,7 @@
 
 namespace motet {
 
-// Whether products of activations A with weights of this type run on tiles. Only those can be gated.
+// Whether products of activations A with weights of this type run on tiles.
 template <class A>
 INLINE bool on_tiles(int64_t type) {
   return MOTET_LEVEL >= 4 && (type == I8 || (sizeof(A) == 2 && !is_integer(type)));
