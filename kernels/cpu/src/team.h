@@ -6,8 +6,8 @@
 //
 // A member has the same share of neighbouring items in every phase, and takes the last ones of another's when it has finished its own.
 // So what a member writes stays in its own caches, and members meet in memory at the end of a phase only: where their cores have no cache
-// in common, a line takes half a microsecond from one to the other. Of its own share a member takes items one ahead, so that an item can
-// prefetch the memory of the next one, and knows its first before the phase begins. A waiting member spins for a while and calls `idle` (a phase
+// in common, a line takes half a microsecond from one to the other. A member knows the next item of its share, and the first before a phase
+// begins, so that an item can prefetch the memory of the next one. A waiting member spins for a while and calls `idle` (a phase
 // lasts microseconds), then sleeps on a futex (the gap between two engine steps is much longer).
 #pragma once
 #include <linux/futex.h>
@@ -206,13 +206,9 @@ class Team {
     each(n, f, [] {});
   }
   template <class F, class I>
-  void each(Items n, F&& f, I&& idle) {  // f(item, next item or -1)
+  void each(Items n, F&& f, I&& idle) {  // f(item, the one that probably comes next or -1)
     ++members_[member_].phase;
-    for (int64_t item = take(n, member_); item >= 0;) {
-      const int64_t next = take(n, member_);
-      f(item, next);
-      item = next;
-    }
+    for (int64_t item; (item = take(n, member_)) >= 0;) f(item, next(n));
     for (int other = member_ + 1; other < member_ + size_; ++other)
       for (int64_t item; (item = take(n, other % size_)) >= 0;) f(item, -1);
     barrier(idle);
@@ -225,24 +221,37 @@ class Team {
     std::atomic<uint64_t> left{0};
     uint8_t phase = 0;  // that this member is in: all members count the same phases
   };
+  // What `owner` has of n items.
+  struct Share {
+    int64_t first, firsts, second, seconds;  // of each kind, from where and how many
+    Share(const Items& n, int owner, int size)
+        : first(share(n.first, owner, size)), firsts(share(n.first, owner + 1, size) - first), second(n.first + share(n.second, owner, size)),
+          seconds(n.first + share(n.second, owner + 1, size) - second) {}
+    int64_t count() const { return firsts + seconds; }
+    int64_t item(int64_t at) const { return at < firsts ? first + at : second + at - firsts; }
+  };
   // An item of the share of `owner` that nobody has taken: its first for the owner, its last for others. -1 if there is none.
   int64_t take(const Items& n, int owner) {
+    const Share share(n, owner, size_);
     const uint64_t phase = members_[member_].phase;
     const bool own = owner == member_;
-    const int64_t first = share(n.first, owner, size_), firsts = share(n.first, owner + 1, size_) - first;
-    const int64_t second = share(n.second, owner, size_), seconds = share(n.second, owner + 1, size_) - second;
     std::atomic<uint64_t>& left = members_[owner].left;
     uint64_t seen = left.load(std::memory_order_relaxed);
     while (true) {
       const bool begun = seen >> 56 == phase;
-      int64_t begin = begun ? seen >> 28 & COUNT : 0, end = begun ? seen & COUNT : firsts + seconds;
+      int64_t begin = begun ? seen >> 28 & COUNT : 0, end = begun ? seen & COUNT : share.count();
       const bool some = begin < end;
       if (!some && (begun || !own)) return -1;
       const int64_t at = own ? begin : end - 1;
       if (some) own ? ++begin : --end;
       if (!left.compare_exchange_weak(seen, phase << 56 | (uint64_t)begin << 28 | (uint64_t)end, std::memory_order_relaxed)) continue;
-      return !some ? -1 : at < firsts ? first + at : n.first + second + at - firsts;
+      return some ? share.item(at) : -1;
     }
+  }
+  // The item that this member takes next unless another is faster; -1 if none is left.
+  int64_t next(const Items& n) const {
+    const uint64_t left = members_[member_].left.load(std::memory_order_relaxed), begin = left >> 28 & COUNT;
+    return begin < (left & COUNT) ? Share(n, member_, size_).item((int64_t)begin) : -1;
   }
   static void pin(int cpu) {
     cpu_set_t one;
