@@ -266,17 +266,24 @@ INLINE const T* lora_page(const Pool& pool, int slot, int module, int page, int6
   return (const T*)pool.arena + page_at(pool, slot, module, page) + layer * PAGE * (pool.in[module] + pool.out[module]);
 }
 
-// Prefetches the next page a few lines at a time while the current page is read. A burst would take all of a core's line buffers.
+// Prefetches the next page a few lines at a time while the current page is read. A burst would take all of a core's line buffers. Its
+// ranks come side by side, which is how they are read: the processor then fetches ahead in all of them.
 struct Next {
-  const char *at = nullptr, *end = nullptr;
-  int each = 1;  // lines for every line of the page that is read now
+  const char *at = nullptr, *end = nullptr;  // of the first rank
+  int64_t by_rank = 0, rank = 0;             // bytes from rank to rank, and to the one whose turn it is
+  int each = 1;                              // lines for every line of the page that is read now
 
   Next() = default;
   template <class T>
   Next(const T* page, int64_t width, int64_t width_now)
-      : at((const char*)page), end((const char*)(page + PAGE * width)), each((int)((width + width_now - 1) / width_now)) {}
+      : at((const char*)page), end((const char*)(page + width)), by_rank(width * (int64_t)sizeof(T)),
+        each((int)((width + width_now - 1) / width_now)) {}
   __attribute__((always_inline)) void line() {
-    for (int j = 0; j < each && at < end; ++j, at += 64) prefetch(at);
+    for (int j = 0; j < each && at < end; ++j) {
+      prefetch(at + rank);
+      rank += by_rank;
+      if (rank == PAGE * by_rank) rank = 0, at += 64;
+    }
   }
   __attribute__((always_inline)) void lines(int n) {
     for (int i = 0; i < n; ++i) line();

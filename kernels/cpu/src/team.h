@@ -208,9 +208,13 @@ class Team {
   template <class F, class I>
   void each(Items n, F&& f, I&& idle) {  // f(item, the one that probably comes next or -1)
     ++members_[member_].phase;
-    for (int64_t item; (item = take(n, member_)) >= 0;) f(item, next(n));
-    for (int other = member_ + 1; other < member_ + size_; ++other)
-      for (int64_t item; (item = take(n, other % size_)) >= 0;) f(item, -1);
+    const Share mine(n, member_, size_);
+    for (int64_t item; (item = take(mine, member_)) >= 0;) f(item, next(mine));
+    for (int i = 1; i < size_; ++i) {
+      const int other = (member_ + i) % size_;
+      const Share theirs(n, other, size_);
+      for (int64_t item; (item = take(theirs, other)) >= 0;) f(item, -1);
+    }
     barrier(idle);
   }
 
@@ -231,8 +235,7 @@ class Team {
     int64_t item(int64_t at) const { return at < firsts ? first + at : second + at - firsts; }
   };
   // An item of the share of `owner` that nobody has taken: its first for the owner, its last for others. -1 if there is none.
-  int64_t take(const Items& n, int owner) {
-    const Share share(n, owner, size_);
+  int64_t take(const Share& share, int owner) {
     const uint64_t phase = members_[member_].phase;
     const bool own = owner == member_;
     std::atomic<uint64_t>& left = members_[owner].left;
@@ -249,9 +252,9 @@ class Team {
     }
   }
   // The item that this member takes next unless another is faster; -1 if none is left.
-  int64_t next(const Items& n) const {
+  int64_t next(const Share& share) const {
     const uint64_t left = members_[member_].left.load(std::memory_order_relaxed), begin = left >> 28 & COUNT;
-    return begin < (left & COUNT) ? Share(n, member_, size_).item((int64_t)begin) : -1;
+    return begin < (left & COUNT) ? share.item((int64_t)begin) : -1;
   }
   static void pin(int cpu) {
     cpu_set_t one;
