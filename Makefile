@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl),,https://download.pytorch.org/whl/cpu)
+FROM_TORCH_INDEX = $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX))
 ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -32,7 +33,7 @@ $(RUN_STAMP): requirements-mesh.txt requirements.txt requirements-torch.txt pypr
 	@echo "==> setting up $(VENV) (once; a few minutes, mostly for torch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --require-hashes --no-deps -r requirements.txt
-	$(PIP) install $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX)) -r requirements-torch.txt
+	$(PIP) install $(FROM_TORCH_INDEX) -r requirements-torch.txt
 	$(PIP) install --no-build-isolation --no-deps -e .
 	@$(BIN)/python -m motet.kernels.cpu || echo "==> the engine will run without compiled kernels, several times slower"
 	@touch $@
@@ -106,7 +107,7 @@ $(LLAMA_STAMP):
 # tcmalloc is no wheel: the system's is used when it is there, else Debian's package is unpacked beside libiomp5.
 $(VLLM_STAMP):
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX)) $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(FROM_TORCH_INDEX) $(VLLM)
 	@for package in torchvision torchaudio torchcodec; do \
 		$(VLLM_VENV)/bin/python -W ignore -c "import $$package" 2>/dev/null || $(VLLM_VENV)/bin/python -m pip uninstall -y $$package; done
 	@test -e /usr/lib/$$(uname -m)-linux-gnu/libtcmalloc_minimal.so.4 || test -e /usr/lib64/libtcmalloc_minimal.so.4 || { \
