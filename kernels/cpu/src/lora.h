@@ -13,7 +13,7 @@ namespace motet {
 
 // 8 ranks x R rows of dot products over `in`. `s` has the whole rows, and `ranks` those of the page.
 template <class T, class A, int R>
-INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, typename ShrunkOf<T>::type* const* s,
+INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, Shrunk<T>* const* s,
                         const Ranks& ranks, Next& all_next) {
   constexpr int N = MOTET_LEVEL >= 2 || (MOTET_LEVEL == 1 && R == 1) ? 8 : 4;  // ranks that fit the registers
   Next next = all_next;  // a local copy stays in registers
@@ -58,13 +58,15 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
         for (int r = 0; r < R; ++r) acc[n][r] += weights * load_n(x[r] + i, (int)(in - i));
       }
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-      for (int n = 0; n < N; n += 4) {
-        float four[4];
-        sum4(acc[n][r], acc[n + 1][r], acc[n + 2][r], acc[n + 3][r], four);
-        put4(s[r] + ranks(half + n), four, scale, ranks.step);
+    for (int r = 0; r < R; ++r) {
+      float four[4];
+      sum4(acc[0][r], acc[1][r], acc[2][r], acc[3][r], four);
+      half == 0 ? put4<0>(s[r], ranks, four, scale) : put4<4>(s[r], ranks, four, scale);
+      if constexpr (N == 8) {
+        sum4(acc[4][r], acc[5][r], acc[6][r], acc[7][r], four);
+        put4<4>(s[r], ranks, four, scale);
       }
+    }
   }
   all_next = next;
 }
@@ -86,14 +88,14 @@ INLINE void add_pages(const Pool& pool, const LoraPlan& plan, const LoraPiece& p
 template <class T, class A>
 static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
                          const A* x, int64_t ldx, float* s) {
-  typedef typename ShrunkOf<T>::type S;
+  typedef Shrunk<T> S;
   const int64_t in = pool.in[piece.module], width = piece.pages * PAGE;
   if constexpr (SIDE_BY_SIDE > 1)
-    if (piece.rows == 1) return shrink_beside<T>(pool, plan, piece, after, layer, x, ldx, s);
+    if (piece.rows == 1) return shrink_beside<T>(pool, plan, piece, after, layer, x, ldx, (S*)s);
   const float scale = pool.scales[(piece.slot * MODULES + piece.module) * pool.layers + layer];
   const A* rows[LORA_ROWS];
   for (int r = 0; r < piece.rows; ++r) rows[r] = x + plan.order[piece.row0 + r] * ldx;
-  S* sums = (S*)s + piece.s + piece.first * PAGE;
+  S* whole = (S*)s + piece.s;  // the first row of s, of all pages
   // the pages of this piece, then the first one of the next
   const auto page = [&](int p) {
     if (p < piece.count) return lora_page<T>(pool, piece.slot, piece.module, piece.first + p, layer);
@@ -104,14 +106,16 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
     return Next(page(p + 1), p + 1 < piece.count ? in : pool.in[after->module], in);
   };
   if constexpr (lora_on_tiles<T>) {
-    if (in % 32 == 0) return shrink_on_tiles(page, next, piece, rows, in, scale, sums, width);
+    if (in % 32 == 0) return shrink_on_tiles(page, next, piece, rows, in, scale, whole + piece.first * PAGE, width);
   } else if constexpr (lora_by_pairs<T>) {
     if (in % 32 == 0 && piece.rows >= STRETCHED_ROWS) {
-      for (int p = 0; p < piece.count; ++p) shrink_many(page(p), rows, piece.rows, in, scale, sums + p * PAGE, width, next(p));
+      for (int p = 0; p < piece.count; ++p) {
+        const Ranks ranks(piece.pages, piece.first + p);
+        shrink_many(page(p), rows, piece.rows, in, {whole, width, ranks, scale}, next(p));
+      }
       return;
     }
   }
-  S* whole = (S*)s + piece.s;  // the first row of s, of all pages
   for (int p = 0; p < piece.count; ++p) {
     const Ranks ranks(piece.pages, piece.first + p);
     Next ahead = next(p);
@@ -181,6 +185,22 @@ INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, co
   all_next = next;
 }
 
+// The ranks of all pages of B in the order of a row of s, where `b` are the pages.
+template <class T>
+INLINE const T** in_order_of_s(const T* const* b, int pages, int64_t out, const T** ranks) {
+  for (int p = 0, together; p < pages; p += together) {
+    together = side_by_side(pages - p);
+    const int parts = parts_of(together), each = PAGE / parts, step = together * parts;
+    const T** to = ranks + p * PAGE;
+    for (int j = 0; j < together; ++j) {
+      const T* rank = b[p + j];
+      for (int part = 0; part < parts; ++part, ++to)
+        for (int k = 0; k < each; ++k, rank += out) to[k * step] = rank;
+    }
+  }
+  return ranks;
+}
+
 // The first of the group's outputs that a piece adds to.
 INLINE int64_t first_column(const Pool& pool, const LoraPiece& piece) {
   int64_t column = piece.first;
@@ -191,11 +211,11 @@ INLINE int64_t first_column(const Pool& pool, const LoraPiece& piece) {
 template <class T>
 static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
                          const float* s, float* y, int64_t ldy) {
-  typedef typename ShrunkOf<T>::type S;
+  typedef Shrunk<T> S;
   const int64_t in = pool.in[piece.module], out = pool.out[piece.module], width = piece.pages * PAGE;
   const int64_t column = first_column(pool, piece);
   if constexpr (SIDE_BY_SIDE > 1)
-    if (piece.rows == 1) return expand_beside<T>(pool, plan, piece, after, layer, s, y + column, ldy);
+    if (piece.rows == 1) return expand_beside<T>(pool, plan, piece, after, layer, (const S*)s, y + column, ldy);
   const T* pages[MAX_PAGES];
   for (int p = 0; p < piece.pages; ++p)
     pages[p] = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;
@@ -207,16 +227,8 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   for (int p = 0, together; p < piece.pages; p += together) {
     together = piece.rows >= R ? piece.pages : side_by_side(piece.pages - p);
     if constexpr (SIDE_BY_SIDE > 1)
-      if (piece.rows < R && together > 1) {
-        const T* arena = (const T*)pool.arena;
-        int64_t at[SIDE_BY_SIDE];
-        for (int j = 0; j < together; ++j) at[j] = pages[p + j] - arena;
-        for (int r = 0; r < piece.rows; ++r) {
-          const S* from = sums + r * width + p * PAGE;
-          if (together == 8) expand_streams<T, 8, 1>(arena, at, arena, at, PAGE, out, piece.count, &from, to + r);
-          if (together == 4) expand_streams<T, 4, 1>(arena, at, arena, at, PAGE, out, piece.count, &from, to + r);
-          if (together == 2) expand_streams<T, 2, 1>(arena, at, arena, at, PAGE, out, piece.count, &from, to + r);
-        }
+      if (piece.rows < R) {
+        expand_few(pages, piece.pages, p, out, piece.count, sums, width, to, piece.rows);
         continue;
       }
     const LoraPiece* soon = p + together < piece.pages ? &piece : after;
@@ -231,30 +243,23 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
       else
         for (int r = 0; r < piece.rows; ++r)
           expand_like_tiles(pages + p, 1, out, piece.count, sums + r * width + p * PAGE, to[r], next);
-    } else if constexpr (lora_by_pairs<T>) {
-      if (piece.rows >= R)
-        expand_many(pages + p, together, out, piece.count, sums + p * PAGE, width, to, piece.rows, next);
-      else
-        expand_few(pages[p], out, piece.count, sums + p * PAGE, width, to, piece.rows, next);
     } else {
       const T* ranks[SIDE_BY_SIDE > 1 ? MAX_PAGES * PAGE : 1];
       const T* const* b = pages + p;
-      if (SIDE_BY_SIDE > 1) {
-        b = ranks;
-        for (int q = p; q < p + together; ++q) {
-          const Ranks at(piece.pages, q);
-          for (int k = 0; k < PAGE; ++k) ranks[at(k) - p * PAGE] = pages[q] + k * out;
+      if (SIDE_BY_SIDE > 1) b = in_order_of_s(pages, piece.pages, out, ranks);
+      if constexpr (lora_by_pairs<T>) {
+        expand_many(b, together * PAGE, piece.count, sums + p * PAGE, width, to, piece.rows, next);
+      } else {
+        for (int r = 0; r < piece.rows;) {
+          const int n = piece.rows - r >= R ? R : 1;
+          const S* from[R];
+          for (int j = 0; j < n; ++j) from[j] = sums + (r + j) * width + p * PAGE;
+          if (n == R)
+            expand_rows<T, R>(b, together, out, piece.count, from, to + r, next);
+          else
+            expand_rows<T, 1>(b, together, out, piece.count, from, to + r, next);
+          r += n;
         }
-      }
-      for (int r = 0; r < piece.rows;) {
-        const int n = piece.rows - r >= R ? R : 1;
-        const S* from[R];
-        for (int j = 0; j < n; ++j) from[j] = sums + (r + j) * width + p * PAGE;
-        if (n == R)
-          expand_rows<T, R>(b, together, out, piece.count, from, to + r, next);
-        else
-          expand_rows<T, 1>(b, together, out, piece.count, from, to + r, next);
-        r += n;
       }
     }
   }

@@ -4,15 +4,18 @@
 
 namespace motet {
 
+template <int N>
+constexpr std::integral_constant<int, N> number;  // known to the compiler as an argument
+
 constexpr int PAGE = 8;       // ranks
 constexpr int MODULES = 7;    // q k v o gate up down
 constexpr int GROUPS = 4;     // fused: qkv, o, gate_up, down
 constexpr int GROUP_START[GROUPS + 1] = {0, 3, 4, 6, 7};
 constexpr int LORA_ROWS = 32;  // of one piece: two tiles
 constexpr int MAX_PAGES = 128;  // of one adapter: rank 1024
-// Pages that are read at once, each in order of address. The processor fetches ahead by itself, but needs several lines to notice that
-// a page is being read; meanwhile the other pages keep the memory busy. They are of one adapter, or of several with one row each.
-constexpr int SIDE_BY_SIDE = MOTET_LEVEL == 1 ? 8 : 1;
+// Pages that are read at once, each in order of address, so that more lines are on their way from memory than one page would have. They
+// are of one adapter, or of several with one row each.
+constexpr int SIDE_BY_SIDE = MOTET_LEVEL >= 1 && MOTET_LEVEL <= 3 ? 8 : 1;
 
 // The largest power of two that is not more than `left` and `most`, which is one.
 constexpr int power_of_two(int most, int left) {
@@ -21,24 +24,23 @@ constexpr int power_of_two(int most, int left) {
 }
 // Of `pages` that are left of an adapter, how many are read at once.
 constexpr int side_by_side(int pages) { return power_of_two(SIDE_BY_SIDE, pages); }
-// Adapters with so many pages that are expanded at once. The rows of y stay in the first cache.
-constexpr int rows_beside(int pages) {
-  const int n = side_by_side(pages);
-  return n == 1 ? 4 : n == 2 ? 2 : SIDE_BY_SIDE / n;
-}
+// B is read in streams: so many parts of each of the pages that are read at once. More streams of an adapter read and write y less often,
+// fewer are longer.
+constexpr int parts_of(int together) { return SIDE_BY_SIDE == 1 || together == SIDE_BY_SIDE ? 1 : together == 1 ? 4 : 2; }
+// Adapters of which so many pages are expanded at once.
+constexpr int rows_beside(int together) { return SIDE_BY_SIDE / (together * parts_of(together)); }
 
-// Where the ranks of page `p` of `pages` are in a row of s, which has the order in which B is read: rank by rank of the pages that
-// are read at once, or of the halves of a page that is read alone.
+// Where the ranks of page `p` of `pages` are in a row of s, which has the order in which B is read: rank by rank of the streams.
 struct Ranks {
-  int first = 0, step = 1, half = PAGE;
+  int first = 0, step = 1;  // the page's first place, and from rank to rank of a stream
+  int each = PAGE;          // ranks of a stream; the next stream of the page begins one place later
   Ranks() = default;
   Ranks(int pages, int p) {
-    int begin = p / SIDE_BY_SIDE * SIDE_BY_SIDE;
-    while (step = side_by_side(pages - begin), begin + step <= p) begin += step;
-    first = begin * PAGE + p - begin;
-    if (SIDE_BY_SIDE > 1 && step == 1) step = 2, half = PAGE / 2;
+    int begin = p / SIDE_BY_SIDE * SIDE_BY_SIDE, together;
+    while (together = side_by_side(pages - begin), begin + together <= p) begin += together;
+    const int parts = parts_of(together);
+    first = begin * PAGE + (p - begin) * parts, step = together * parts, each = PAGE / parts;
   }
-  int operator()(int k) const { return first + (k & (half - 1)) * step + (k >= half); }
 };
 
 // Where a page begins in the arena, in elements.
@@ -69,12 +71,13 @@ struct LoraPlan {
   std::vector<int32_t> order, first_of_slot;
   std::vector<LoraPiece> shrink[GROUPS], expand[GROUPS], beside;
   std::vector<LoraPage> lone_pages;   // of adapters with one row, in the order of the pieces; SIDE_BY_SIDE more at the end
-  std::vector<int64_t> lone_streams;  // the same for B in layer 0: where pages, or halves of them, begin
+  std::vector<int64_t> lone_streams;  // the same for B in layer 0: where streams begin
   std::vector<uint8_t> on_gate_up;  // [rows]: 1 for those whose adapter adds to the gate or up projection
   int64_t s_size = 0;
 
   // `row_slot` [rows]; only loaded slots are named. Allocates only beyond the largest step so far.
   void build(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t element_bytes, int team) {
+    rows_ = rows, members_ = std::max(team, 1);
     order.clear();
     on_gate_up.assign(rows, 0);
     s_size = 0;
@@ -136,13 +139,12 @@ struct LoraPlan {
         }
     }
     if (SIDE_BY_SIDE == 1) return;
-    const int members = std::max(team, 1);
     if (!few)
       for (int g = 0; g < GROUPS; ++g) {
-        shrink_together(pool, g, members);
+        shrink_together(pool, g);
         expand_together(pool, g);
-        large_first(shrink[g], members, [](const LoraPiece& piece) { return piece.count; });
-        large_first(expand[g], members, [](const LoraPiece& piece) { return (int64_t)piece.count * piece.pages * (1 + piece.others); });
+        large_first(shrink[g], [](const LoraPiece& piece) { return piece.count; });
+        large_first(expand[g], [](const LoraPiece& piece) { return (int64_t)piece.count * piece.pages * (1 + piece.others); });
       }
     for (int i = 0; i < SIDE_BY_SIDE && !lone_pages.empty(); ++i)
       lone_pages.push_back(lone_pages.back()), lone_streams.push_back(lone_streams.back());
@@ -153,44 +155,58 @@ struct LoraPlan {
  private:
   int32_t first_row_of(int32_t slot) const { return slot ? first_of_slot[slot - 1] : 0; }
 
-  // Adapters with one row: SIDE_BY_SIDE pages are a piece, whichever adapters they are of. The last pieces are smaller, so that no
-  // member waits long for another.
-  void shrink_together(const Pool& pool, int g, int team) {
-    std::sort(lone_[g].begin(), lone_[g].end(), [](const LoraPiece& a, const LoraPiece& b) {
+  // The member that has the piece's first row in phases that go by rows. It also computes LoRA of that row: fetching a row of s or y that
+  // another core has written takes long.
+  int64_t owner(const LoraPiece& piece) const { return (int64_t)order[piece.row0] * members_ / rows_; }
+
+  // Adapters with one row: SIDE_BY_SIDE pages are a piece, whichever adapters of a member they are of. The last pieces are smaller, so
+  // that no member waits long for another.
+  void shrink_together(const Pool& pool, int g) {
+    std::vector<LoraPiece>& lone = lone_[g];
+    std::sort(lone.begin(), lone.end(), [&](const LoraPiece& a, const LoraPiece& b) {
+      const int64_t of_a = owner(a), of_b = owner(b);
+      if (of_a != of_b) return of_a < of_b;
       return a.pages != b.pages ? a.pages > b.pages : a.s < b.s;  // as few rows as possible in a piece
     });
-    int64_t left = 0;
-    for (const LoraPiece& one : lone_[g]) left += one.pages;
-    const int64_t small = std::min<int64_t>(left, SIDE_BY_SIDE * team);
-    int32_t room = 0;
-    for (LoraPiece one : lone_[g])
-      for (one.first = 0; one.first < one.pages; one.first += one.count) {
-        const bool head = !room;
-        if (head) room = left > small ? SIDE_BY_SIDE : SIDE_BY_SIDE / 2;
-        one.count = std::min(room, one.pages - one.first);
-        one.begin = (int64_t)lone_pages.size();
-        add_pages(pool, one);
-        room -= one.count, left -= one.count;
-        if (head)
-          shrink[g].push_back(one);
-        else
-          shrink[g].back().count += one.count;
+    for (size_t i = 0, n; i < lone.size(); i += n) {
+      int64_t left = 0;
+      for (n = 0; i + n < lone.size() && owner(lone[i + n]) == owner(lone[i]); ++n) left += lone[i + n].pages;
+      int32_t room = 0;
+      for (size_t j = i; j < i + n; ++j) {
+        LoraPiece one = lone[j];
+        for (one.first = 0; one.first < one.pages; one.first += one.count) {
+          const bool head = !room;
+          if (head) room = left > SIDE_BY_SIDE ? SIDE_BY_SIDE : SIDE_BY_SIDE / 2;
+          one.count = std::min(room, one.pages - one.first);
+          one.begin = (int64_t)lone_pages.size();
+          add_pages(pool, one);
+          room -= one.count, left -= one.count;
+          if (head)
+            shrink[g].push_back(one);
+          else
+            shrink[g].back().count += one.count;
+        }
       }
+    }
   }
 
-  // Adapters with one row and as many pages of a module.
+  // Adapters of a member with one row and as many pages of a module.
   void expand_together(const Pool& pool, int g) {
     std::vector<LoraPiece>& lone = lone_[g];
-    std::sort(lone.begin(), lone.end(), [](const LoraPiece& a, const LoraPiece& b) {
+    const auto alike = [&](const LoraPiece& a, const LoraPiece& b) {
+      return owner(a) == owner(b) && a.module == b.module && a.pages == b.pages;
+    };
+    std::sort(lone.begin(), lone.end(), [&](const LoraPiece& a, const LoraPiece& b) {
+      const int64_t of_a = owner(a), of_b = owner(b);
+      if (of_a != of_b) return of_a < of_b;
       return a.module != b.module ? a.module < b.module : a.pages != b.pages ? a.pages > b.pages : a.s < b.s;
     });
     for (size_t i = 0, n; i < lone.size(); i += n) {
       LoraPiece piece = lone[i];
       piece.first = 0, piece.count = (int32_t)pool.out[piece.module];
       piece.beside = (int32_t)beside.size(), piece.begin = (int64_t)lone_streams.size();
-      const auto alike = [&](const LoraPiece& one) { return one.module == piece.module && one.pages == piece.pages; };
-      for (n = 1; n < (size_t)rows_beside(piece.pages) && i + n < lone.size() && alike(lone[i + n]); ++n)
-        beside.push_back(lone[i + n]), ++piece.others;
+      const size_t most = rows_beside(side_by_side(piece.pages));
+      for (n = 1; n < most && i + n < lone.size() && alike(lone[i + n], piece); ++n) beside.push_back(lone[i + n]), ++piece.others;
       expand[g].push_back(piece);
       add_streams(pool, piece);
     }
@@ -209,29 +225,26 @@ struct LoraPlan {
     for (int p = 0, some; p < piece.pages; p += some) {
       some = side_by_side(piece.pages - p);
       for (int r = 0; r <= piece.others; ++r)
-        for (int j = 0; j < some; ++j) {
-          const int64_t at = page_at(pool, beside_of(piece, r).slot, piece.module, p + j);
-          lone_streams.push_back(at + PAGE * pool.in[piece.module] + piece.first);
-          if (some == 1) lone_streams.push_back(lone_streams.back() + PAGE / 2 * pool.out[piece.module]);
-        }
+        for (int j = 0; j < some; ++j)
+          for (int part = 0; part < parts_of(some); ++part) {
+            const int64_t rank = part * (PAGE / parts_of(some)), at = page_at(pool, beside_of(piece, r).slot, piece.module, p + j);
+            lone_streams.push_back(at + PAGE * pool.in[piece.module] + rank * pool.out[piece.module] + piece.first);
+          }
     }
   }
 
-  // The same share of every size for each member, large pieces first, so that no member waits for another's at the end.
+  // Pieces in the order of their members, large ones first, so that no member waits long for another at the end.
   template <class F>
-  void large_first(std::vector<LoraPiece>& pieces, int members, F&& size) {
+  void large_first(std::vector<LoraPiece>& pieces, F&& size) {
     std::sort(pieces.begin(), pieces.end(), [&](const LoraPiece& a, const LoraPiece& b) {
-      const int64_t of_a = size(a), of_b = size(b);
-      return of_a != of_b ? of_a > of_b : a.s != b.s ? a.s < b.s : a.first < b.first;
+      const int64_t of_a = owner(a), of_b = owner(b), size_of_a = size(a), size_of_b = size(b);
+      if (of_a != of_b) return of_a < of_b;
+      return size_of_a != size_of_b ? size_of_a > size_of_b : a.s != b.s ? a.s < b.s : a.first < b.first;
     });
-    sorted_.swap(pieces);
-    pieces.clear();
-    for (int member = 0; member < members; ++member)
-      for (size_t i = member; i < sorted_.size(); i += members) pieces.push_back(sorted_[i]);
   }
 
   std::vector<LoraPiece> lone_[GROUPS];  // adapters with one row
-  std::vector<LoraPiece> sorted_;
+  int64_t rows_ = 0, members_ = 1;
   std::vector<int32_t> slots_;
 };
 
@@ -247,19 +260,41 @@ struct ShrunkOf<bf16> {
 };
 #endif
 template <class T>
-constexpr bool lora_on_tiles = MOTET_LEVEL >= 4 && sizeof(typename ShrunkOf<T>::type) == 2;
+using Shrunk = typename ShrunkOf<T>::type;
 template <class T>
-constexpr bool lora_by_pairs = MOTET_LEVEL == 3 && sizeof(typename ShrunkOf<T>::type) == 2;
+constexpr bool lora_on_tiles = MOTET_LEVEL >= 4 && sizeof(Shrunk<T>) == 2;
+template <class T>
+constexpr bool lora_by_pairs = MOTET_LEVEL == 3 && sizeof(Shrunk<T>) == 2;
 
-INLINE void put4(float* to, const float* four, float scale, int step = 1) {
-  for (int j = 0; j < 4; ++j) to[j * step] = four[j] * scale;
+INLINE void rounded(const float* four, float scale, float* to) {
+  for (int j = 0; j < 4; ++j) to[j] = four[j] * scale;
 }
 #if MOTET_LEVEL >= 3
-INLINE void put4(bf16* to, const float* four, float scale, int = 1) {
+INLINE void rounded(const float* four, float scale, bf16* to) {
   const __m128bh v = _mm_cvtneps_pbh(_mm_mul_ps(_mm_loadu_ps(four), _mm_set1_ps(scale)));
   memcpy(to, &v, 4 * sizeof *to);
 }
 #endif
+// `value(k)` of a page's ranks [BEGIN, END) to their places in a row of s.
+template <int BEGIN, int END, class S, class F>
+INLINE void put(S* row, const Ranks& ranks, F&& value) {
+  static_assert(SIDE_BY_SIDE == 1 || SIDE_BY_SIDE == 8);
+  const auto put_all = [&](auto step, auto each) {
+#pragma GCC unroll 8
+    for (int k = BEGIN; k < END; ++k) row[ranks.first + k % each * step + k / each] = value(k);
+  };
+  if (SIDE_BY_SIDE == 1) return put_all(number<1>, number<PAGE>);
+  if (ranks.each == 8) return put_all(number<8>, number<8>);
+  if (ranks.each == 2) return put_all(number<4>, number<2>);
+  ranks.step == 8 ? put_all(number<8>, number<4>) : put_all(number<4>, number<4>);
+}
+// Ranks [K, K + 4), times `scale`.
+template <int K, class S>
+INLINE void put4(S* row, const Ranks& ranks, const float* four, float scale) {
+  S to[4];
+  rounded(four, scale, to);
+  put<K, K + 4>(row, ranks, [&](int k) { return to[k - K]; });
+}
 
 template <class T>
 INLINE const T* lora_page(const Pool& pool, int slot, int module, int page, int64_t layer) {

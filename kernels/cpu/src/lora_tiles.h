@@ -3,13 +3,28 @@
 //
 //   shrink   s^T[8 ranks, rows] = A[8 ranks, k] x^T        a page's ranks are the left operand without a copy; x is transposed, 32 k
 //                                                          of up to 16 rows at a time. Even and odd blocks of k have separate sums
-//   expand   y[rows, 32 outputs] += s[rows, 8 ranks] B^T   two ranks of 32 outputs are interleaved first (lora_pairs.h)
+//   expand   y[rows, 32 outputs] += s[rows, 8 ranks] B^T   two ranks of 32 outputs are interleaved first, within 128 bits: the first
+//                                                          vector has outputs 0-3, 8-11, 16-19, 24-27, the second one the others
 #pragma once
 #include "buffer.h"
-#include "lora_pairs.h"
+#include "lora_plan.h"
 #if MOTET_LEVEL >= 4
 
 namespace motet {
+
+// Outputs in the order of the interleaved weights, and back.
+INLINE void interleave(__m512& a, __m512& b) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  const __m512 low = _mm512_permutex2var_ps(a, first, b);
+  b = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(4)), b);
+  a = low;
+}
+INLINE void deinterleave(__m512& a, __m512& b) {
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512 first = _mm512_permutex2var_ps(a, low, b);
+  b = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+  a = first;
+}
 
 // 32 k of `rows` rows (missing ones are zero) as a tile's 16 lines: line i has k 2i and 2i + 1 of every row.
 INLINE void turn_rows(const bf16* const* x, int rows, int64_t k, bf16* to) {
