@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +107,7 @@ class Served:
         there = [self.engine.load_adapter(adapter) for adapter in self.adapters[:count]]
         while self.engine.has_work():
             self.step()
+            time.sleep(self.engine.pause_s)
         return sum(there)
 
     def lap(self, requests: int, adapters: int, *, prompt: int, output: int) -> Lap:

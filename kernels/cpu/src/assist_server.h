@@ -2,6 +2,8 @@
 #pragma once
 #include <unistd.h>
 
+#include <cstdio>
+
 #include "buffer.h"
 #include "channel.h"
 
