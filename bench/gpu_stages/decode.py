@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from bench.gpu_stages.bed import Bed
-from bench.gpu_stages.layers import Finish, Layers, Start, batched, einsum, grouped_mm, make_pool, occupy
+from bench.gpu_stages.layers import WAYS, Finish, Layers, Start, Way, batched, einsum, grouped_mm, make_pool, occupy
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import adapter_bytes, projections
 from motet.kernels import GROUPS, LoraPool
@@ -32,7 +32,7 @@ DECODES += [(32, 32, "128"), (8, 8, "128"), (64, 64, "128"), (32, 32, "8"), (256
 PREFILL_TOKENS = (2048, 512, 128, 8192)
 
 
-Way = tuple[Start | None, Finish]
+Launches = tuple[Start | None, Finish]
 
 
 class Decode:
@@ -68,17 +68,17 @@ class Decode:
         line["floor"] = adapter_bytes(self._shapes, own, 2) / bed.read_gb_s / 1e3
         line["nodes"] = 2 * len(GROUPS) * bed.node_us
 
-        def ours(plan: LaunchPlan, *, beside: bool = False) -> Way:
-            return batched(pool, LoraBatch.build(pool, row_slot, plan), beside=beside)
+        def ours(way: Way = "after") -> Launches:
+            return batched(pool, LoraBatch.build(pool, row_slot, "decode"), way)
 
-        ways: dict[str, Callable[[], Way]] = {
-            "beside": lambda: ours("two_launches", beside=True),
-            "two_launches": lambda: ours("two_launches"),
-            "ticketed": lambda: ours("ticketed"),
+        ways: dict[str, Callable[[], Launches]] = {
+            "apart": lambda: ours("apart"),
+            "beside": lambda: ours("beside"),
+            "after": ours,
             "mbgmv": lambda: batched(pool, baselines.mbgmv(pool, row_slot)),
         }
-        padded: dict[str, Callable[[], Way]] = {
-            "padded": lambda: ours("two_launches"),
+        padded: dict[str, Callable[[], Launches]] = {
+            "padded": ours,
             "padded_bgmv": lambda: batched(pool, baselines.mbgmv(pool, row_slot)),
             "grouped_mm": lambda: (None, grouped_mm(pool, own, row_slot)),
             "einsum": lambda: (None, einsum(pool, own, row_slot)),
@@ -105,10 +105,10 @@ class Decode:
         line: Line = {"tokens": tokens, "base": base_us}
         activations = sum(tokens * (fan_in + 2 * out) * 2 for fan_in, out in layers.shapes.values())
         line["floor"] = (adapter_bytes(self._shapes, own, 2) + activations) / bed.read_gb_s / 1e3
-        plans: tuple[LaunchPlan, ...] = ("segmented", "two_launches")
+        plans: tuple[LaunchPlan, ...] = ("prefill", "decode")
         for plan in plans:
-            for beside in (True, False):
-                before, after = batched(pool, LoraBatch.build(pool, row_slot, plan), beside=beside)
+            for way in WAYS:
+                before, after = batched(pool, LoraBatch.build(pool, row_slot, plan), way)
                 took_us = bed.replayed_us(partial(layers.step, x, before, after)) / layers.layers
-                line[f"{plan}{'_beside' if beside else ''}"] = took_us - base_us
+                line[f"{plan}_{way}"] = took_us - base_us
         return line

@@ -9,7 +9,7 @@ from typing import Any
 
 Line = dict[str, Any]
 Figures = dict[str, Any]
-OURS = ("beside", "two_launches", "ticketed")
+OURS = ("apart", "beside", "after")  # ways of launching our kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ A step is 32 layers with different weights, so that nothing stays in a cache fro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ import torch
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.pool import MODULES, PAGE_RANKS
 from motet.kernels.triton import LoraBatch, add_lora, start_lora
+from motet.kernels.triton.lora import delta_lora, join
 
-Start = Callable[[int, str, torch.Tensor], None]
+Start = Callable[[int, str, torch.Tensor], object]
 Finish = Callable[[int, str, torch.Tensor, torch.Tensor], None]
 """(layer, group, x) before the base model's product, (layer, group, y, x) after it."""
 DTYPE = torch.bfloat16
@@ -73,8 +75,14 @@ def occupy(pool: LoraPool, ranks: Sequence[int]) -> None:
     pool.version += 1
 
 
-def batched(pool: LoraPool, batch: LoraBatch, *, beside: bool = False) -> tuple[Start | None, Finish]:
-    """Our kernels. With `beside` as the engine launches them: the first half runs beside the base model's product."""
+Way = Literal["after", "beside", "apart"]
+"""Where our kernels run: both after the base model's product, the first half beside it, or all of it beside it with a result
+of its own, which the next small operation of the engine adds."""
+WAYS: tuple[Way, ...] = ("after", "beside", "apart")
+
+
+def batched(pool: LoraPool, batch: LoraBatch, way: Way = "after") -> tuple[Start | None, Finish]:
+    """Our kernels."""
 
     def before(layer: int, group: str, x: torch.Tensor) -> None:
         start_lora(x, pool, layer, group, batch)
@@ -82,7 +90,9 @@ def batched(pool: LoraPool, batch: LoraBatch, *, beside: bool = False) -> tuple[
     def after(layer: int, group: str, y: torch.Tensor, x: torch.Tensor) -> None:
         add_lora(y, x, pool, layer, group, batch)
 
-    return before if beside else None, after
+    if way == "apart":
+        return lambda layer, group, x: delta_lora(x, pool, layer, group, batch), lambda layer, group, y, x: join(batch)
+    return before if way == "beside" else None, after
 
 
 class _Stacks:

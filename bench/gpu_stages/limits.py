@@ -72,7 +72,10 @@ class Limits:
     def _memory(self) -> Line:
         bed, n = self._bed, self._bed.pick(8192, 32)
         a, b = torch.randn(2, n, n, dtype=torch.bfloat16, device=bed.device)
-        return {"read_gb_s": bed.read_gb_s, "bf16_tflop_s": 2 * n**3 / bed.replayed_us(lambda: a @ b) / 1e6}
+        line: Line = {"read_gb_s": bed.read_gb_s, "bf16_tflop_s": 2 * n**3 / bed.replayed_us(lambda: a @ b) / 1e6}
+        here = torch.ones(bed.pick(1 << 30, 1 << 14), dtype=torch.int32, device=bed.device)
+        there = torch.empty_like(here)
+        return line | {"copy_gb_s": 2 * here.nbytes / bed.replayed_us(lambda: torch.add(here, 1, out=there)) / 1e3}
 
     def _nodes(self) -> Line:
         bed, counts = self._bed, self._bed.pick((1000, 2000), (1, 3))

@@ -17,7 +17,7 @@ from motet.kernels import GROUPS, LoraPool, PackedLora
 from motet.kernels.triton import LoraBatch, add_lora, baselines, start_lora
 from motet.kernels.triton.lora import LaunchPlan
 
-PLANS: tuple[LaunchPlan, ...] = ("two_launches", "ticketed", "segmented")
+PLANS: tuple[LaunchPlan, ...] = ("decode", "prefill")
 RANKS = [8, 16, 64, 128, 24, 12]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of y
 ROWS = (7, 200)  # the second fills large tiles
@@ -63,7 +63,7 @@ class Plans:
             slots = (np.arange(rows) % (len(ranks) + 1) - 1).astype(np.int32)
             batches = {plan: LoraBatch.build(pool, slots, plan), "reserved": LoraBatch.reserve(pool, rows, plan)}
             batches["reserved"].update(pool, slots)
-            if plan == "two_launches":
+            if plan == "decode":
                 batches["mbgmv"] = baselines.mbgmv(pool, slots)
             for group in self._bed.pick(tuple(GROUPS), ("o",)):
                 x, y, want = _formula(shapes, weights, slots, group, dtype, draw)

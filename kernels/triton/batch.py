@@ -1,10 +1,14 @@
 """One step's work list for the Triton kernels: rows sorted by adapter, groups of rows, blocks of ranks.
 
-    rows      row numbers, those of one adapter together; rows of the base alone are absent
-    groups    [first in rows, how many]: at most M rows of one adapter, so that A and B are read once for all of them
-    segments  [first item, items] for every (group, projection); none where the adapter lacks the projection
-    items     blocks of R ranks of a segment: its segment, and the arena lines of its R / 8 pages (-1 beyond the rank)
-    header    [items, groups, split_k], on the device: a captured graph finds a new batch's counts there
+    rows      row numbers, those of one adapter together; rows of the base alone are absent. A row's place in this list is
+              its position
+    adapted   1 for every row of the step that has an adapter, else 0
+    groups    [first position, rows]: at most M rows of one adapter, so that A and B are read once for all of them
+    segments  [first item, items, first position, rows] of every (group, projection); no items where the adapter lacks it
+    items     blocks of R ranks of a segment: [projection, first position, rows, which block], and in `item_pages` the arena
+              lines of its R / 8 pages (-1 beyond the rank)
+    tiles     [segment, which tile]: the columns of B in tiles, which are wide for few ranks
+    header    [items, tiles], on the device: a captured graph finds a new batch's counts there
     scales    [layer, segment]
 
 `work_list` is pure numpy; `PackedBatch` lays the arrays of all four projection groups into one buffer and sends it in one
@@ -25,14 +29,21 @@ SECTION_BYTES = 64  # sections begin at multiples of this
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one work item covers: `rows` of a group and `ranks` of a block."""
+    """What one work item covers: `rows` of a group and `ranks` of a block; and `columns` of B at once.
+
+    Groups of up to `few` rows are multiplied row by row with `area` weights at once: up to 4 blocks of ranks, and as many
+    columns as that leaves.
+    """
 
     rows: int
     ranks: int
+    columns: int
+    few: int = 0
+    area: int = 0
 
 
-DECODE = Tile(rows=16, ranks=16)
-PREFILL = Tile(rows=64, ranks=64)
+DECODE = Tile(rows=16, ranks=16, columns=128, few=2, area=8192)
+PREFILL = Tile(rows=64, ranks=64, columns=128)
 
 
 def split_k_for(items: int, multiprocessors: int) -> int:
@@ -44,9 +55,10 @@ def split_k_for(items: int, multiprocessors: int) -> int:
 class GroupWork:
     """The arrays of one projection group ("qkv", ..); S projections, L layers, G row groups, n items."""
 
-    header: np.ndarray  # int32 [3]
-    segments: np.ndarray  # int32 [G * S, 2]
-    item_segment: np.ndarray  # int32 [n]
+    header: np.ndarray  # int32 [2]
+    segments: np.ndarray  # int32 [G * S, 4]
+    items: np.ndarray  # int32 [n, 4]
+    tiles: np.ndarray  # int32 [t, 2]
     item_pages: np.ndarray  # int64 [n, ranks / 8]
     scales: np.ndarray  # float32 [L, G * S]
 
@@ -56,7 +68,8 @@ class WorkList:
     """The rows of a step grouped by adapter, and the work of each projection group."""
 
     rows: np.ndarray  # int32
-    groups: np.ndarray  # int32 [G, 2]
+    adapted: np.ndarray  # int32 [rows of the step]
+    groups: np.ndarray  # int32 [G, 2], on the host alone
     parts: dict[str, GroupWork]
 
 
@@ -69,7 +82,7 @@ def tile_for(row_slot: np.ndarray) -> Tile:
     return PREFILL if len(adapted) and np.bincount(adapted).max() > PREFILL.rows else DECODE
 
 
-def work_list(pool: LoraPool, row_slot: np.ndarray, tile: Tile, multiprocessors: int) -> WorkList:
+def work_list(pool: LoraPool, row_slot: np.ndarray, tile: Tile) -> WorkList:
     """The work of a step, from `row_slot`, int32 [rows], -1 for the base model alone.
 
     Raises ValueError when a row names an empty slot, because serving the base model instead would be a wrong answer.
@@ -83,35 +96,52 @@ def work_list(pool: LoraPool, row_slot: np.ndarray, tile: Tile, multiprocessors:
     adapter = np.repeat(np.arange(len(slots)), per_adapter)
     within = tile.rows * _counting(per_adapter)
     groups = np.stack([starts[adapter] + within, np.minimum(counts[adapter] - within, tile.rows)], axis=1).astype(np.int32)
-    parts = {name: _group_work(pool, slots[adapter], modules, tile, multiprocessors) for name, modules in GROUPS.items()}
-    return WorkList(rows, groups, parts)
+    parts = {name: _group_work(pool, slots[adapter], groups, modules, tile) for name, modules in GROUPS.items()}
+    return WorkList(rows, (row_slot >= 0).astype(np.int32), groups, parts)
 
 
-def _group_work(pool: LoraPool, slots: np.ndarray, modules: tuple[str, ...], tile: Tile, multiprocessors: int) -> GroupWork:
+def _group_work(pool: LoraPool, slots: np.ndarray, groups: np.ndarray, modules: tuple[str, ...], tile: Tile) -> GroupWork:
     """`slots` [G]: the adapter of each row group."""
     module = np.array([MODULES.index(name) for name in modules])
     pages_each = tile.ranks // PAGE_RANKS
     segment_slot, segment_module = np.repeat(slots, len(module)), np.tile(module, len(slots))
+    members = np.repeat(groups, len(module), axis=0)
     pages = pool.pages[segment_slot, segment_module]
     blocks = -(-pages // pages_each)
-    item_segment = np.repeat(np.arange(len(blocks)), blocks)
-    page = (pages_each * _counting(blocks))[:, None] + np.arange(pages_each)
+    item_segment, item_block = np.repeat(np.arange(len(blocks)), blocks), _counting(blocks)
+    page = (pages_each * item_block)[:, None] + np.arange(pages_each)
     exists = page < pages[item_segment, None]
     page = np.where(exists, page, 0)
     lines = pool.table[segment_slot[item_segment, None], segment_module[item_segment, None], page]
-    header = [len(item_segment), len(slots), split_k_for(len(item_segment), multiprocessors)]
+    items = np.column_stack([item_segment % len(module), members[item_segment], item_block])
+    widths = np.array([pool.shapes[name][1] for name in modules])[np.tile(np.arange(len(module)), len(slots))]
+    counts = -(-widths // tile_columns(tile, blocks, members[:, 1]))
+    tiles = np.column_stack([np.repeat(np.arange(len(blocks)), counts), _counting(counts)])
     return GroupWork(
-        header=np.array(header, dtype=np.int32),
-        segments=np.stack([np.cumsum(blocks) - blocks, blocks], axis=1).astype(np.int32),
-        item_segment=item_segment.astype(np.int32),
+        header=np.array([len(items), len(tiles)], dtype=np.int32),
+        segments=np.column_stack([np.cumsum(blocks) - blocks, blocks, members]).astype(np.int32),
+        items=items.astype(np.int32),
+        tiles=tiles.astype(np.int32),
         item_pages=np.where(exists, lines, -1),
         scales=np.ascontiguousarray(pool.scales[segment_slot, segment_module].T),
     )
 
 
+def tile_columns(tile: Tile, blocks: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """How many columns of B a tile of each segment has. The kernel expand chooses in the same way."""
+    at_once = np.where(blocks <= 1, 1, np.where(blocks == 2, 2, 4))
+    return np.where(rows <= tile.few, tile.area // (tile.ranks * at_once), tile.columns)
+
+
 def _counting(counts: np.ndarray) -> np.ndarray:
     """Counts up from 0 for each element: [2, 3] -> [0, 1, 0, 1, 2]."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def most_tiles(pool: LoraPool, modules: tuple[str, ...], tile: Tile, groups: int) -> int:
+    """An upper bound of the number of tiles."""
+    narrowest = min(tile.columns, tile.area // (4 * tile.ranks)) if tile.few else tile.columns
+    return groups * sum(-(-pool.shapes[name][1] // narrowest) for name in modules)
 
 
 @dataclass(slots=True)
@@ -120,7 +150,8 @@ class GroupTensors:
 
     header: torch.Tensor
     segments: torch.Tensor
-    item_segment: torch.Tensor
+    items: torch.Tensor
+    tiles: torch.Tensor
     item_pages: torch.Tensor
     scales: torch.Tensor
     max_items: int
@@ -139,33 +170,36 @@ class PackedBatch:
         blocks = -(-pool.max_rank // tile.ranks)
         self._sections: list[tuple[slice, torch.dtype, tuple[int, ...]]] = []
         self._bytes = 0
-        self._section((max_rows or len(work.rows),), torch.int32)
-        self._section((max_groups, 2), torch.int32)
+        self.positions = max_rows or len(work.rows)
+        self._section((self.positions,), torch.int32)
+        self._section((max_rows or len(work.adapted),), torch.int32)
         limits: dict[str, int] = {}
         for name, modules in GROUPS.items():
-            items = max_rows * len(modules) * blocks or len(work.parts[name].item_segment)
+            items = max_rows * len(modules) * blocks or len(work.parts[name].items)
             segments = max_groups * len(modules)
             limits[name] = items
-            self._section((3,), torch.int32)
-            self._section((segments, 2), torch.int32)
-            self._section((items,), torch.int32)
+            self._section((2,), torch.int32)
+            self._section((segments, 4), torch.int32)
+            self._section((items, 4), torch.int32)
+            self._section(
+                (most_tiles(pool, modules, tile, max_groups) if max_rows else len(work.parts[name].tiles), 2), torch.int32
+            )
             self._section((items, tile.ranks // PAGE_RANKS), torch.int64)
             self._section((pool.layers, segments), torch.float32)
         self._buffer = torch.empty(self._bytes, dtype=torch.uint8, device=device)
         views = [self._buffer[at].view(dtype).view(shape) for at, dtype, shape in self._sections]
-        self.rows, self.groups = views[:2]
+        self.rows, self.adapted = views[:2]
         self.parts = {}
         for i, (name, max_items) in enumerate(limits.items()):
-            header, spans, item_segment, item_pages, scales = views[2 + 5 * i : 7 + 5 * i]
-            self.parts[name] = GroupTensors(header, spans, item_segment, item_pages, scales, max_items)
+            self.parts[name] = GroupTensors(*views[2 + 6 * i : 8 + 6 * i], max_items)
         self.fill(work)
 
     def fill(self, work: WorkList) -> None:
         """Replace the contents. The copy comes before later launches on the current stream."""
-        arrays = [work.rows, work.groups]
+        arrays = [work.rows, work.adapted]
         for name in GROUPS:
             part = work.parts[name]
-            arrays += [part.header, part.segments, part.item_segment, part.item_pages, part.scales]
+            arrays += [part.header, part.segments, part.items, part.tiles, part.item_pages, part.scales]
         host = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)  # the caching allocator's
         raw = host.numpy()
         for array, (at, _, shape) in zip(arrays, self._sections, strict=True):

@@ -1,24 +1,25 @@
-"""The Triton kernels: one shrink item, one expand item, and the three launches made of them.
+"""The Triton kernels of batched LoRA: shrink (h = x A^T) and expand (y += scale * h B), one launch each per projection group.
 
-    work list (kernels/triton/batch.py)           h, fp32 [split_k, items, M, R]        y
-    item i = 16 ranks of one adapter  --shrink--> plane q holds the q-th part of K  --expand--> += scale * h B
-             for <= M rows of x                   and is written whole: nothing to zero         a tile of N columns
+    work list (kernels/triton/batch.py)          h, fp32 [splits, positions, slices, ranks]        y
+    item i = R ranks of one adapter  --shrink--> plane q holds the q-th part of K    --expand-->   += scale * h B
+             for a group's rows of x             of every row that has an adapter                  a tile of N columns
 
-- An item reads R ranks (R / 8 pages) of one projection's A once for up to M rows that share the adapter.
-- Split-K parts lie in planes of their own and are added in the order 0, 1, ..: no atomics on values, so the same batch
-  gives the same bits on every run.
-- The number of items is in `header` on the device. Programs walk the list with a stride (or take tickets), so one grid, and one
-  CUDA graph, serves every batch that fits the buffers.
-- The ticketed launch does shrink and expand: tickets are given out in order, shrink items first, and an expand item waits until
-  its segment's counter shows that all its planes are complete. A program with a shrink ticket is running and does not wait, so
-  every wait ends, even if the device runs only one program at a time (as the interpreter does). The counter's release and
-  acquire order the planes; no line of a plane is read before it is complete.
+- A group is up to M rows with the same adapter, whose weights are read once for all of them.
+- Groups of up to FEW rows are multiplied row by row with vector instructions: a tile of weights of 16 KiB and more is read at
+  once into registers, so that many bytes are in flight. Larger groups use tensor cores.
+- Parts of K have planes of their own and are added in a fixed order: no atomics on values, so the same batch gives the same
+  bits on every run.
+- The numbers of items and tiles are in `header` on the device. Programs walk the list with a stride, so one grid, and one CUDA
+  graph, serves every batch that fits the buffers.
+- What a work item needs to know stands in one line of `items` or `segments`, so that its loads do not wait for each other.
+- EARLY (from sm_90 on): a launch begins before the one ahead of it on the stream is over (programmatic dependent launch). It
+  reads weights and work lists, which no kernel writes, waits until the launch ahead is over, and then reads and writes the rest.
 - Rows are gathered by `rows`. Masked elements are never read from the pool, so memory that an adapter does not own cannot
   change a result.
 
 ALIGN promises the compiler that sizes and strides are multiples of it, which it cannot derive from loaded or selected values:
-with 8 and more, pool and activations are read in 16-byte pieces. `layer` and `scales_stride` differ between calls and batches
-and are not specialized, because Triton would compile the kernel again for a 1 and for multiples of 16.
+with 8 and more, pool and activations are read in 16-byte pieces. `layer`, `splits` and `scales_stride` differ between calls and
+batches and are not specialized, because Triton would compile the kernel again for a 1 and for multiples of 16.
 """
 
 from __future__ import annotations
@@ -37,59 +38,55 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def _wait(EARLY: tl.constexpr):
+    """Wait until the launch ahead is over. Every program does, so that whoever waits for this launch waits for that one too."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _width(s, N0, N1, N2, ALIGN: tl.constexpr):
     """Columns of slice s."""
     return tl.multiple_of(tl.where(s == 0, N0, tl.where(s == 1, N1, N2)), ALIGN)
 
 
 @triton.jit
-def _members(group, rows, groups, M: tl.constexpr):
-    """The rows of one group: (row numbers int64 [M], which of them exist [M])."""
-    m = tl.arange(0, M)
-    first = tl.load(groups + 2 * group)
-    live = m < tl.load(groups + 2 * group + 1)
-    return tl.load(rows + first + m, mask=live, other=0).to(tl.int64), live
+def _shrink_few(
+    x, x_stride, a_row, held, h_item, h_row, rows, first, count, begin, end, K,
+    R: tl.constexpr, WIDE: tl.constexpr, WHOLE_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Row by row: a tile of R x WIDE weights at once."""
+    k = tl.arange(0, WIDE)
+    for m in range(count):
+        row = tl.load(rows + first + m).to(tl.int64)
+        sums = tl.zeros((R,), dtype=tl.float32)
+        for k0 in range(begin, end, WIDE):
+            if WHOLE_K:
+                a = tl.load(a_row[:, None] + (k0 + k)[None, :], mask=held[:, None], other=0.0)
+                _wait(EARLY)
+                xs = tl.load(x + row * x_stride + k0 + k)
+            else:
+                inside = k0 + k < K
+                a = tl.load(a_row[:, None] + (k0 + k)[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+                _wait(EARLY)
+                xs = tl.load(x + row * x_stride + k0 + k, mask=inside, other=0.0)
+            sums += tl.sum(a.to(tl.float32) * xs.to(tl.float32)[None, :], 1)
+        tl.store(h_item + (first + m) * h_row + tl.arange(0, R), sums)
 
 
 @triton.jit
-def _shrink_item(
-    item,
-    split,
-    split_k,
-    n_items,
-    x,
-    x_stride,
-    arena,
-    h,
-    rows,
-    groups,
-    item_segment,
-    item_pages,
-    layer,
-    K,
-    N0,
-    N1,
-    N2,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    R: tl.constexpr,
-    BK: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """h[split, item] = x[rows] A^T over every split_k-th block of K, beginning with the split-th. Returns the segment."""
-    segment = tl.load(item_segment + item)
-    row, live = _members(segment // S, rows, groups, M)
-    j = tl.arange(0, R)
-    line = tl.load(item_pages + item * (R // PAGE_RANKS) + j // PAGE_RANKS)  # -1: beyond the adapter's rank
-    held = line >= 0
-    at_layer = layer * PAGE_RANKS * (K + _width(segment % S, N0, N1, N2, ALIGN)).to(tl.int64)
-    a_row = arena + tl.multiple_of(at_layer, 8) + line * 8 + (j % PAGE_RANKS) * K
-    x_row = x + row * x_stride
+def _shrink_many(
+    x, x_stride, a_row, held, h_item, h_row, rows, first, count, begin, end, K,
+    M: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, WHOLE_K: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """All rows of the group in one product."""
+    _wait(EARLY)
+    m = tl.arange(0, M)
+    live = m < count
+    x_row = x + tl.load(rows + first + m, mask=live, other=0).to(tl.int64) * x_stride
     k = tl.arange(0, BK)
     acc = tl.zeros((M, R), dtype=tl.float32)
-    for k0 in range(split * BK, K, BK * split_k):
+    for k0 in range(begin, end, BK):
         if WHOLE_K:
             xs = tl.load(x_row[:, None] + (k0 + k)[None, :], mask=live[:, None], other=0.0)
             a = tl.load(a_row[None, :] + (k0 + k)[:, None], mask=held[None, :], other=0.0)
@@ -98,232 +95,183 @@ def _shrink_item(
             xs = tl.load(x_row[:, None] + (k0 + k)[None, :], mask=live[:, None] & inside[None, :], other=0.0)
             a = tl.load(a_row[None, :] + (k0 + k)[:, None], mask=held[None, :] & inside[:, None], other=0.0)
         acc = _dot(xs, a, acc, UPCAST)
-    plane = h + (split * n_items + item).to(tl.int64) * (M * R)
-    tl.store(plane + tl.arange(0, M)[:, None] * R + j[None, :], acc, mask=live[:, None])
-    return segment
+    tl.store(h_item + ((first + m) * h_row)[:, None] + tl.arange(0, R)[None, :], acc, mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["layer", "splits"])
+def lora_shrink(
+    x, x_stride, arena, h, h_row, h_plane, rows, items, item_pages, header, layer, splits, span, ranks, K, N0, N1, N2,
+    M: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
+    ALIGN: tl.constexpr, WHOLE_K: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """h[split, position, slice, ranks of the item] = x A^T over `span` columns of K, for every item and split.
+
+    `span` is a multiple of BK and WIDE, the columns of K that are multiplied at once for many and for few rows. `ranks` is
+    the room for ranks in a row of h.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    n_items = tl.load(header)
+    for work in range(tl.program_id(0), n_items * splits, tl.num_programs(0)):
+        item = work // splits
+        split = work % splits
+        s = tl.load(items + 4 * item)
+        first = tl.load(items + 4 * item + 1)
+        count = tl.load(items + 4 * item + 2)
+        block = tl.load(items + 4 * item + 3)
+        j = tl.arange(0, R)
+        line = tl.load(item_pages + item * (R // PAGE_RANKS) + j // PAGE_RANKS)  # -1: beyond the adapter's rank
+        held = line >= 0
+        at_layer = layer * PAGE_RANKS * (K + _width(s, N0, N1, N2, ALIGN)).to(tl.int64)
+        a_row = arena + tl.multiple_of(at_layer, 8) + line * 8 + (j % PAGE_RANKS) * K
+        h_item = h + split * h_plane + s * ranks + block * R
+        begin = tl.multiple_of(split * span, BK)
+        end = tl.minimum(begin + span, K)
+        if FEW == 0:
+            _shrink_many(
+                x, x_stride, a_row, held, h_item, h_row, rows, first, count, begin, end, K,
+                M, R, BK, WHOLE_K, EARLY, UPCAST,
+            )  # fmt: skip
+        elif count <= FEW:
+            _shrink_few(
+                x, x_stride, a_row, held, h_item, h_row, rows, first, count, begin, end, K, R, WIDE, WHOLE_K, EARLY
+            )  # fmt: skip
+        else:
+            _shrink_many(
+                x, x_stride, a_row, held, h_item, h_row, rows, first, count, begin, end, K,
+                M, R, BK, WHOLE_K, EARLY, UPCAST,
+            )  # fmt: skip
+    _wait(EARLY)
 
 
 @triton.jit
-def _expand_item(
-    group,
-    tile,
-    split_k,
-    n_items,
-    y,
-    y_stride,
-    arena,
-    h,
-    rows,
-    groups,
-    segments,
-    item_pages,
-    scales,
-    layer,
-    K,
-    N0,
-    N1,
-    N2,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    R: tl.constexpr,
-    BN: tl.constexpr,
-    UNROLL: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """y[rows, one tile of BN columns] += scale * h B over the blocks of ranks of the tile's projection."""
-    t0 = tl.cdiv(N0, BN)
-    t1 = t0 + tl.cdiv(N1, BN)
-    s = (tile >= t0).to(tl.int32) + (tile >= t1).to(tl.int32)
-    width = _width(s, N0, N1, N2, ALIGN)
-    column = tl.multiple_of(tl.where(s == 0, 0, tl.where(s == 1, N0, N0 + N1)), ALIGN)  # of y
-    n = (tile - tl.where(s == 0, 0, tl.where(s == 1, t0, t1))) * BN + tl.arange(0, BN)
-    segment = group * S + s
-    first = tl.load(segments + 2 * segment)
-    blocks = tl.load(segments + 2 * segment + 1)
-    if blocks > 0:
-        row, live = _members(group, rows, groups, M)
-        scale = tl.load(scales + segment)
-        m = tl.arange(0, M)
-        j = tl.arange(0, R)
-        at_layer = tl.multiple_of(layer * PAGE_RANKS * (K + width).to(tl.int64) + PAGE_RANKS * K, 8)
-        b_column = arena + at_layer + n
-        y_tile = y + row[:, None] * y_stride + (column + n)[None, :]
-        inside = n < width
-        planes = tl.zeros((M, R), dtype=tl.int32) + split_k  # a block: the interpreter cannot mask by a scalar
-        acc = tl.zeros((M, BN), dtype=tl.float32)
-        for block in range(blocks):
-            item = first + block
-            line = tl.load(item_pages + item * (R // PAGE_RANKS) + j // PAGE_RANKS)
+def _expand_few(
+    y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows, item_pages,
+    item, blocks, first, count,
+    R: tl.constexpr, RANKS: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
+    ALIGN: tl.constexpr, WHOLE_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Row by row: a tile of RANKS x BN weights at once, and all planes of h."""
+    j = tl.arange(0, RANKS)
+    q = tl.arange(0, PLANES)
+    n = tile * BN + tl.arange(0, BN)
+    inside = n < width
+    for m in range(count):
+        row = tl.load(rows + first + m).to(tl.int64)
+        at = y + row * y_stride + column + n
+        total = tl.zeros((BN,), dtype=tl.float32)
+        for block in range(0, blocks, RANKS // R):
+            exists = block + j // R < blocks
+            line = tl.load(item_pages + (item + block) * (R // PAGE_RANKS) + j // PAGE_RANKS, mask=exists, other=-1)
             held = line >= 0
             rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
-            part = h + item.to(tl.int64) * (M * R) + m[:, None] * R + j[None, :]
-            mask = live[:, None] & held[None, :]
-            sums = tl.load(part, mask=mask, other=0.0)
-            if UNROLL:  # a small tile has registers for all planes at once: one wait instead of split_k
-                for q in tl.static_range(1, 8):
-                    plane = part + q * n_items.to(tl.int64) * (M * R)
-                    sums += tl.load(plane, mask=mask & (planes > q), other=0.0)
-            else:
-                for q in range(1, split_k):
-                    sums += tl.load(part + q * n_items.to(tl.int64) * (M * R), mask=mask, other=0.0)
+            weights = arena + at_layer + rank_row[:, None] + n[None, :]
             if WHOLE_N:
-                b = tl.load(b_column[None, :] + rank_row[:, None], mask=held[:, None], other=0.0)
+                b = tl.load(weights, mask=held[:, None], other=0.0)
             else:
-                b = tl.load(b_column[None, :] + rank_row[:, None], mask=held[:, None] & inside[None, :], other=0.0)
-            acc = _dot(sums if UPCAST else sums.to(b.dtype), b, acc, UPCAST)
-        mask = live[:, None] if WHOLE_N else live[:, None] & inside[None, :]
-        before = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_tile, (before + acc * scale).to(y.dtype.element_ty), mask=mask)
+                b = tl.load(weights, mask=held[:, None] & inside[None, :], other=0.0)
+            _wait(EARLY)
+            part = h_segment + (first + m) * h_row + (q * h_plane)[:, None] + (block * R + j)[None, :]
+            planes = tl.load(part, mask=(q < splits)[:, None] & exists[None, :], other=0.0)
+            total += tl.sum(b.to(tl.float32) * tl.sum(planes, 0)[:, None], 0)
+        total *= scale
+        if ADD:
+            total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["layer"])
-def lora_shrink(
-    x,
-    x_stride,
-    arena,
-    h,
-    rows,
-    groups,
-    item_segment,
-    item_pages,
-    header,
-    layer,
-    K,
-    N0,
-    N1,
-    N2,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    R: tl.constexpr,
-    BK: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """First of two launches: every item of every split of K."""
-    n_items = tl.load(header)
-    split_k = tl.load(header + 2)
-    for work in range(tl.program_id(0), n_items * split_k, tl.num_programs(0)):
-        _shrink_item(
-            work // split_k, work % split_k, split_k, n_items,
-            x, x_stride, arena, h, rows, groups, item_segment, item_pages, layer, K, N0, N1, N2,
-            S, M, R, BK, ALIGN, WHOLE_K, UPCAST,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["layer", "scales_stride"])
-def lora_expand(
-    y,
-    y_stride,
-    arena,
-    h,
-    rows,
-    groups,
-    segments,
-    item_pages,
-    scales,
-    scales_stride,
-    header,
-    layer,
-    K,
-    N0,
-    N1,
-    N2,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    R: tl.constexpr,
-    BN: tl.constexpr,
-    UNROLL: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Second of two launches: every column tile of every group of rows."""
-    n_items = tl.load(header)
-    split_k = tl.load(header + 2)
-    tiles = tl.cdiv(N0, BN) + tl.cdiv(N1, BN) + tl.cdiv(N2, BN)
-    for work in range(tl.program_id(0), tl.load(header + 1) * tiles, tl.num_programs(0)):
-        _expand_item(
-            work // tiles, work % tiles, split_k, n_items,
-            y, y_stride, arena, h, rows, groups, segments, item_pages, scales + layer * scales_stride, layer, K, N0, N1, N2,
-            S, M, R, BN, UNROLL, ALIGN, WHOLE_N, UPCAST,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["layer", "scales_stride"])
-def lora_ticketed(
-    x,
-    x_stride,
-    y,
-    y_stride,
-    arena,
-    h,
-    rows,
-    groups,
-    segments,
-    item_segment,
-    item_pages,
-    scales,
-    scales_stride,
-    header,
-    counters,
-    layer,
-    K,
-    N0,
-    N1,
-    N2,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    R: tl.constexpr,
-    BK: tl.constexpr,
-    BN: tl.constexpr,
-    UNROLL: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Both halves in one launch.
-
-    counters int32 [2 + segments]: next ticket, programs that have left, and per segment the planes written. They are
-    zero between launches: the last program to leave clears them.
-    """
-    n_items = tl.load(header)
-    n_groups = tl.load(header + 1)
-    split_k = tl.load(header + 2)
-    tiles = tl.cdiv(N0, BN) + tl.cdiv(N1, BN) + tl.cdiv(N2, BN)
-    n_shrink = n_items * split_k
-    n_all = n_shrink + n_groups * tiles
-    ticket = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
-    while ticket < n_all:
-        if ticket < n_shrink:
-            segment = _shrink_item(
-                ticket // split_k, ticket % split_k, split_k, n_items,
-                x, x_stride, arena, h, rows, groups, item_segment, item_pages, layer, K, N0, N1, N2,
-                S, M, R, BK, ALIGN, WHOLE_K, UPCAST,
-            )  # fmt: skip
-            tl.debug_barrier()  # every thread's part of the plane before the one release
-            tl.atomic_add(counters + 2 + segment, 1, sem="release", scope="gpu")
+@triton.jit
+def _expand_many(
+    y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows, item_pages,
+    item, blocks, first, count,
+    M: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
+    ALIGN: tl.constexpr, WHOLE_N: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """All rows of the group in one product for every block of R ranks."""
+    _wait(EARLY)
+    m = tl.arange(0, M)
+    j = tl.arange(0, R)
+    n = tile * BN + tl.arange(0, BN)
+    inside = n < width
+    live = m < count
+    row = tl.load(rows + first + m, mask=live, other=0).to(tl.int64)
+    acc = tl.zeros((M, BN), dtype=tl.float32)
+    for block in range(blocks):
+        line = tl.load(item_pages + (item + block) * (R // PAGE_RANKS) + j // PAGE_RANKS)
+        held = line >= 0
+        rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
+        part = h_segment + ((first + m) * h_row)[:, None] + (block * R + j)[None, :]
+        sums = tl.load(part, mask=live[:, None], other=0.0)
+        if PLANES > 0:  # a small tile has registers for all planes at once: one wait instead of `splits`
+            for q in tl.static_range(1, PLANES):
+                sums += tl.load(part + q * h_plane, mask=live[:, None] & (tl.zeros((M, 1), tl.int32) + splits > q), other=0.0)
         else:
-            group = (ticket - n_shrink) // tiles
-            tile = (ticket - n_shrink) % tiles
-            t0 = tl.cdiv(N0, BN)
-            segment = group * S + (tile >= t0).to(tl.int32) + (tile >= t0 + tl.cdiv(N1, BN)).to(tl.int32)
-            planes = tl.load(segments + 2 * segment + 1) * split_k
-            written = tl.atomic_add(counters + 2 + segment, 0, sem="acquire", scope="gpu")
-            while written < planes:
-                written = tl.atomic_add(counters + 2 + segment, 0, sem="acquire", scope="gpu")
-            _expand_item(
-                group, tile, split_k, n_items,
-                y, y_stride, arena, h, rows, groups, segments, item_pages, scales + layer * scales_stride, layer, K, N0, N1, N2,
-                S, M, R, BN, UNROLL, ALIGN, WHOLE_N, UPCAST,
-            )  # fmt: skip
-        ticket = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
-    left = tl.atomic_add(counters + 1, 1, sem="acq_rel", scope="gpu")
-    if left == tl.num_programs(0) - 1:
-        used = 2 + n_groups * S
-        for i in range(0, used, 128):
-            at = i + tl.arange(0, 128)
-            tl.store(counters + at, tl.zeros((128,), dtype=tl.int32), mask=at < used)
+            for q in range(1, splits):
+                sums += tl.load(part + q * h_plane, mask=live[:, None], other=0.0)
+        weights = arena + at_layer + rank_row[:, None] + n[None, :]
+        if WHOLE_N:
+            b = tl.load(weights, mask=held[:, None], other=0.0)
+        else:
+            b = tl.load(weights, mask=held[:, None] & inside[None, :], other=0.0)
+        acc = _dot(sums if UPCAST else sums.to(b.dtype), b, acc, UPCAST)
+    acc *= scale
+    y_tile = y + (row * y_stride)[:, None] + (column + n)[None, :]
+    mask = live[:, None] if WHOLE_N else live[:, None] & inside[None, :]
+    if ADD:
+        acc += tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_tile, acc.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["layer", "splits", "scales_stride"])
+def lora_expand(
+    y, y_stride, arena, h, h_row, h_plane, rows, segments, tiles, item_pages, scales, scales_stride, header,
+    layer, splits, ranks, K, N0, N1, N2,
+    S: tl.constexpr, M: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, AREA: tl.constexpr,
+    PLANES: tl.constexpr, ADD: tl.constexpr, ALIGN: tl.constexpr, WHOLE_N: tl.constexpr, EARLY: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """y[rows, columns] += scale * h B for every tile of columns. Without ADD y is overwritten instead, with zeros where an
+    adapter lacks the projection.
+
+    The columns of a tile are those of `batch.tile_columns`: BN for many rows; for few, AREA weights of up to 4 R ranks.
+    """
+    for work in range(tl.program_id(0), tl.load(header + 1), tl.num_programs(0)):
+        segment = tl.load(tiles + 2 * work)
+        tile = tl.load(tiles + 2 * work + 1)
+        s = segment % S
+        item = tl.load(segments + 4 * segment)
+        blocks = tl.load(segments + 4 * segment + 1)
+        first = tl.load(segments + 4 * segment + 2)
+        count = tl.load(segments + 4 * segment + 3)
+        scale = tl.load(scales + layer * scales_stride + segment)
+        width = _width(s, N0, N1, N2, ALIGN)
+        column = tl.multiple_of(tl.where(s == 0, 0, tl.where(s == 1, N0, N0 + N1)), ALIGN)  # of y
+        at_layer = tl.multiple_of(layer * PAGE_RANKS * (K + width).to(tl.int64) + PAGE_RANKS * K, 8)
+        h_segment = h + s * ranks
+        if blocks > 0 or not ADD:
+            if FEW == 0:
+                _expand_many(
+                    y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
+                    item_pages, item, blocks, first, count, M, R, BN, PLANES, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
+                )  # fmt: skip
+            elif count > FEW:
+                _expand_many(
+                    y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
+                    item_pages, item, blocks, first, count, M, R, BN, PLANES, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
+                )  # fmt: skip
+            elif blocks <= 1:
+                _expand_few(
+                    y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
+                    item_pages, item, blocks, first, count, R, R, AREA // R, PLANES, ADD, ALIGN, WHOLE_N, EARLY,
+                )  # fmt: skip
+            elif blocks == 2:
+                _expand_few(
+                    y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
+                    item_pages, item, blocks, first, count, R, 2 * R, AREA // (2 * R), PLANES, ADD, ALIGN, WHOLE_N, EARLY,
+                )  # fmt: skip
+            else:
+                _expand_few(
+                    y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
+                    item_pages, item, blocks, first, count, R, 4 * R, AREA // (4 * R), PLANES, ADD, ALIGN, WHOLE_N, EARLY,
+                )  # fmt: skip
+    _wait(EARLY)

@@ -1,13 +1,12 @@
 """add_lora on a GPU: the choice of kernels for a step's batch, and the buffers that they share.
 
-Three plans over the same device functions:
+Two plans over the same kernels, shrink and expand (kernels/triton/device.py):
 
-    two_launches   shrink, expand; `start_lora` puts the shrink on a side stream, beside the base model's product
-    ticketed       one launch for both
-    segmented      two launches with 64-row tiles: steps with a prompt in them
+    decode     groups of up to 16 rows; `start_lora` puts the shrink on a side stream, beside the base model's product
+    prefill    groups of up to 64 rows: steps with a prompt in them
 
-`TILES` is a fixed table: nothing is tuned while serving. It was chosen for sm_90, for which a test checks registers and load
-widths of the compiled kernels (tests/kernels/test_triton_compiled.py).
+The constants are fixed: nothing is tuned while serving. They were chosen on an H200 (bench/results/gpu.md); a test checks
+registers and load widths of the kernels compiled for sm_90 (tests/kernels/test_triton_compiled.py).
 """
 
 from __future__ import annotations
@@ -21,32 +20,36 @@ import torch
 import triton
 
 from motet.kernels.pool import GROUPS, LoraPool
-from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, WorkList, tile_for, work_list
-from motet.kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
+from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, Tile, WorkList, split_k_for, tile_for, work_list
+from motet.kernels.triton.device import lora_expand, lora_shrink
 
-LaunchPlan = Literal["two_launches", "ticketed", "segmented"]
+LaunchPlan = Literal["decode", "prefill"]
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
+TILES: dict[LaunchPlan, Tile] = {"decode": DECODE, "prefill": PREFILL}
+MOST_SPLITS = 16  # of K in a decode step; h has a plane for each
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Constants of one kernel: block sizes, warps, pipeline stages and programs per multiprocessor."""
+    """Constants of a kernel. `programs`: per multiprocessor."""
 
-    block: int  # of K (shrink) or of columns (expand)
     warps: int
     stages: int
     programs: int
-    unroll: bool = True  # expand: load all planes of h at once
+    registers: int | None = None  # at most, of a thread
+    block: int = 0  # shrink: columns of K at once for many rows
+    wide: int = 0  # and for few
 
 
-TILES: dict[tuple[int, str], Launch] = {
-    (16, "shrink"): Launch(block=256, warps=4, stages=3, programs=4),
-    (16, "expand"): Launch(block=128, warps=4, stages=3, programs=6),
-    (64, "shrink"): Launch(block=64, warps=4, stages=4, programs=2),
-    (64, "expand"): Launch(block=128, warps=8, stages=2, programs=2, unroll=False),
+SHRINKS: dict[LaunchPlan, Launch] = {
+    "decode": Launch(block=128, wide=256, warps=4, stages=3, programs=10),
+    "prefill": Launch(block=64, wide=64, warps=4, stages=4, programs=2),
 }
-TICKETED = Launch(block=128, warps=4, stages=3, programs=4)  # both of K and of columns
+EXPANDS: dict[LaunchPlan, Launch] = {
+    "decode": Launch(warps=4, stages=2, programs=4, registers=128),
+    "prefill": Launch(warps=8, stages=2, programs=2),
+}
 
 
 class LoraBatch:
@@ -60,15 +63,14 @@ class LoraBatch:
         device = pool.arena.device
         self.version = pool.version
         self.plan = plan
-        self.tile = PREFILL if plan == "segmented" else DECODE
-        self.multiprocessors = _multiprocessors(device)
-        self.packed = PackedBatch(pool, work, self.tile, max_rows)
+        self.packed = PackedBatch(pool, work, TILES[plan], max_rows)
         self.always_launch = max_rows > 0
-        most = max(part.max_items for part in self.packed.parts.values())
-        planes = most + 2 * self.multiprocessors + 8  # split_k * items is never more, see split_k_for
-        self.h = torch.empty(planes * self.tile.rows * self.tile.ranks, dtype=torch.float32, device=device)
-        segments = max(part.segments.shape[0] for part in self.packed.parts.values())
-        self.counters = torch.zeros(2 + segments, dtype=torch.int32, device=device)
+        self.multiprocessors = _multiprocessors(device)
+        self.early = _early(device)
+        self.ranks = -(-pool.max_rank // TILES[plan].ranks) * TILES[plan].ranks
+        self.splits = {group: self._split(pool, group) for group in GROUPS}
+        planes = max(splits * len(GROUPS[group]) for group, (splits, _) in self.splits.items())
+        self.h = torch.empty(planes * self.packed.positions * self.ranks, dtype=torch.float32, device=device)
         self.side = _side_stream(device)
         self.shrunk: tuple[int, str] | None = None  # what the side stream is working on
 
@@ -80,29 +82,37 @@ class LoraBatch:
         when a row names an empty slot.
         """
         if plan is None:
-            plan = "segmented" if tile_for(row_slot) is PREFILL else "two_launches"
-        tile = PREFILL if plan == "segmented" else DECODE
-        if group_rows:
-            tile = replace(tile, rows=group_rows)
-        return LoraBatch(pool, work_list(pool, row_slot, tile, _multiprocessors(pool.arena.device)), plan, 0)
+            plan = "prefill" if tile_for(row_slot) is PREFILL else "decode"
+        tile = replace(TILES[plan], rows=group_rows) if group_rows else TILES[plan]
+        return LoraBatch(pool, work_list(pool, row_slot, tile), plan, 0)
 
     @staticmethod
-    def reserve(pool: LoraPool, rows: int, plan: LaunchPlan = "two_launches") -> LoraBatch:
+    def reserve(pool: LoraPool, rows: int, plan: LaunchPlan = "decode") -> LoraBatch:
         """An empty batch with room for any `rows` rows."""
-        tile = PREFILL if plan == "segmented" else DECODE
-        nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), tile, 1)
+        nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), TILES[plan])
         return LoraBatch(pool, nothing, plan, rows)
 
     def update(self, pool: LoraPool, row_slot: np.ndarray) -> None:
         """Change a reserved batch to `row_slot`. Raises ValueError when a row names an empty slot."""
-        self.packed.fill(work_list(pool, row_slot, self.tile, self.multiprocessors))
+        self.packed.fill(work_list(pool, row_slot, TILES[self.plan]))
         self.version = pool.version
+
+    def _split(self, pool: LoraPool, group: str) -> tuple[int, int]:
+        """Into how many parts K is divided, and the columns of each.
+
+        In a decode step it depends on K alone, so that a row's sums do not depend on the other rows.
+        """
+        k, launch = _sizes(pool, group)[0], SHRINKS[self.plan]
+        step = max(launch.block, launch.wide)
+        items = self.packed.parts[group].max_items
+        most = MOST_SPLITS if self.plan == "decode" else split_k_for(items, self.multiprocessors)
+        span = -(-k // (step * most)) * step
+        return -(-k // span), span
 
 
 def prepare(pool: LoraPool) -> None:
     """Compile and load the kernels that serving launches for this pool: each runs once, with nothing to do."""
-    plans: tuple[LaunchPlan, ...] = ("two_launches", "segmented")
-    for plan in plans:
+    for plan in TILES:
         batch = LoraBatch.reserve(pool, 1, plan)
         for group in GROUPS:
             fan_in, *outs = _sizes(pool, group)
@@ -113,9 +123,9 @@ def prepare(pool: LoraPool) -> None:
 def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
     """Begin the adapters' part of one projection group beside the next work of the current stream; add_lora finishes it.
 
-    `x` must not change until then. Does nothing for the ticketed plan, whose single kernel cannot be divided.
+    `x` must not change until then.
     """
-    if batch.side is None or batch.plan == "ticketed" or not _has_work(batch, group):
+    if batch.side is None or not _has_work(batch, group):
         return
     current = torch.cuda.current_stream(x.device)
     batch.side.wait_stream(current)
@@ -131,9 +141,6 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group
     """
     if not _has_work(batch, group):
         return
-    if batch.plan == "ticketed":
-        _ticketed(y, x, pool, layer, group, batch)
-        return
     if batch.side is not None and batch.shrunk == (layer, group):
         torch.cuda.current_stream(y.device).wait_stream(batch.side)
         batch.shrunk = None
@@ -142,44 +149,61 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group
     _expand(y, pool, layer, group, batch)
 
 
+def delta_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> torch.Tensor | None:
+    """The adapters' part of one projection group, computed beside the next work of the current stream until `join`.
+
+    [rows, sum of out] of the pool's type, of which only the rows with `batch.packed.adapted` are written. None without any
+    adapter. `x` must not change until `join`.
+    """
+    if not _has_work(batch, group):
+        return None
+    delta = x.new_empty(x.shape[0], sum(_sizes(pool, group)[1:]))
+    if batch.side is None:
+        _shrink(x, pool, layer, group, batch)
+        _expand(delta, pool, layer, group, batch, add=False)
+        return delta
+    batch.side.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(batch.side):
+        _shrink(x, pool, layer, group, batch)
+        _expand(delta, pool, layer, group, batch, add=False)
+    return delta
+
+
+def join(batch: LoraBatch) -> None:
+    """Later work of the current stream comes after `delta_lora`."""
+    if batch.side is not None:
+        torch.cuda.current_stream(batch.h.device).wait_stream(batch.side)
+
+
 def _has_work(batch: LoraBatch, group: str) -> bool:
     return batch.always_launch or batch.packed.parts[group].max_items > 0
 
 
 def _shrink(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
-    part, tile, launch = batch.packed.parts[group], batch.tile, TILES[batch.tile.rows, "shrink"]
-    sizes = _sizes(pool, group)
-    lora_shrink[_programs(batch, launch)](
-        x, x.stride(0), pool.arena, batch.h, batch.packed.rows, batch.packed.groups, part.item_segment, part.item_pages,
-        part.header, layer, *sizes,
-        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BK=launch.block, ALIGN=_alignment(x, pool, group),
-        WHOLE_K=sizes[0] % launch.block == 0, UPCAST=_upcast(pool),
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
+    part, tile, launch = batch.packed.parts[group], TILES[batch.plan], SHRINKS[batch.plan]
+    sizes, (splits, span), row = _sizes(pool, group), batch.splits[group], len(GROUPS[group]) * batch.ranks
+    lora_shrink[_programs(batch, launch.programs)](
+        x, x.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.items, part.item_pages,
+        part.header, layer, splits, span, batch.ranks, *sizes,
+        M=tile.rows, R=tile.ranks, BK=launch.block, WIDE=launch.wide, FEW=tile.few, ALIGN=_alignment(x, pool, group),
+        WHOLE_K=sizes[0] % max(launch.block, launch.wide) == 0, EARLY=batch.early, UPCAST=_upcast(pool),
+        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=batch.early,
+        maxnreg=launch.registers,
     )  # fmt: skip
 
 
-def _expand(y: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
-    part, tile, launch = batch.packed.parts[group], batch.tile, TILES[batch.tile.rows, "expand"]
-    sizes = _sizes(pool, group)
-    lora_expand[_programs(batch, launch)](
-        y, y.stride(0), pool.arena, batch.h, batch.packed.rows, batch.packed.groups, part.segments, part.item_pages,
-        part.scales, part.scales.stride(0), part.header, layer, *sizes,
-        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BN=launch.block, UNROLL=launch.unroll,
-        ALIGN=_alignment(y, pool, group), WHOLE_N=all(n % launch.block == 0 for n in sizes[1:]), UPCAST=_upcast(pool),
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-def _ticketed(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
-    part, tile, launch = batch.packed.parts[group], batch.tile, TICKETED
-    sizes = _sizes(pool, group)
-    lora_ticketed[_programs(batch, launch)](
-        x, x.stride(0), y, y.stride(0), pool.arena, batch.h, batch.packed.rows, batch.packed.groups, part.segments,
-        part.item_segment, part.item_pages, part.scales, part.scales.stride(0), part.header, batch.counters, layer, *sizes,
-        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BK=launch.block, BN=launch.block, UNROLL=launch.unroll,
-        ALIGN=min(_alignment(x, pool, group), _alignment(y, pool, group)), WHOLE_K=sizes[0] % launch.block == 0,
-        WHOLE_N=all(n % launch.block == 0 for n in sizes[1:]), UPCAST=_upcast(pool),
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
+def _expand(y: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch, *, add: bool = True) -> None:
+    part, tile, launch = batch.packed.parts[group], TILES[batch.plan], EXPANDS[batch.plan]
+    sizes, (splits, _), row = _sizes(pool, group), batch.splits[group], len(GROUPS[group]) * batch.ranks
+    widest = tile.area // tile.ranks if tile.few else tile.columns
+    lora_expand[_programs(batch, launch.programs)](
+        y, y.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.segments, part.tiles,
+        part.item_pages, part.scales, part.scales.stride(0), part.header, layer, splits, batch.ranks, *sizes,
+        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BN=tile.columns, FEW=tile.few, AREA=tile.area,
+        PLANES=triton.next_power_of_2(splits) if tile.few else 0, ADD=add, ALIGN=_alignment(y, pool, group),
+        WHOLE_N=all(n % max(widest, tile.columns) == 0 for n in sizes[1:]), EARLY=batch.early, UPCAST=_upcast(pool),
+        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=batch.early,
+        maxnreg=launch.registers,
     )  # fmt: skip
 
 
@@ -198,8 +222,8 @@ def _upcast(pool: LoraPool) -> bool:
     return INTERPRETED or pool.arena.dtype == torch.float32
 
 
-def _programs(batch: LoraBatch, launch: Launch) -> tuple[int]:
-    return (INTERPRETED_PROGRAMS if INTERPRETED else batch.multiprocessors * launch.programs,)
+def _programs(batch: LoraBatch, each: int) -> tuple[int]:
+    return (INTERPRETED_PROGRAMS if INTERPRETED else batch.multiprocessors * each,)
 
 
 @cache
@@ -210,3 +234,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _early(device: torch.device) -> bool:
+    """Whether launches can begin before those ahead of them are over: from sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -109,8 +109,8 @@ def test_a_failing_point_is_a_line_with_its_traceback(tmp_path: Path) -> None:
 
 def test_figures_are_read_off_the_lines_of_a_stage() -> None:
     decode = [
-        {"point": "a", "rows": 8, "adapters": 8, "ranks": "mixed", "floor": 3.0, "beside": 4.0, "ticketed": 6.0},
-        {"point": "b", "rows": 32, "adapters": 32, "ranks": "mixed", "floor": 9.0, "two_launches": 10.0},
+        {"point": "a", "rows": 8, "adapters": 8, "ranks": "mixed", "floor": 3.0, "beside": 4.0, "after": 6.0},
+        {"point": "b", "rows": 32, "adapters": 32, "ranks": "mixed", "floor": 9.0, "apart": 10.0},
     ]
     assert STAGES[3].figures(decode) == {"fraction_of_floor_8": 0.75, "fraction_of_floor_32": 0.9}
     serving = [

@@ -9,7 +9,17 @@ import pytest
 
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.pool import MODULES
-from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, Tile, WorkList, split_k_for, tile_for, work_list
+from motet.kernels.triton.batch import (
+    DECODE,
+    PREFILL,
+    PackedBatch,
+    Tile,
+    WorkList,
+    split_k_for,
+    tile_columns,
+    tile_for,
+    work_list,
+)
 from tests.kernels.test_lora import LAYERS, load, make_pool, random_adapter, scattered_pool
 
 
@@ -20,7 +30,7 @@ def random_slots(draw: random.Random, held: list[int], rows: int) -> np.ndarray:
 
 
 def check(pool: LoraPool, row_slot: np.ndarray, tile: Tile, work: WorkList) -> None:
-    assert sorted(work.rows.tolist()) == np.flatnonzero(row_slot >= 0).tolist()
+    assert sorted(work.rows.tolist()) == np.flatnonzero(row_slot >= 0).tolist() == np.flatnonzero(work.adapted).tolist()
     at = 0
     group_slots = []
     for first, length in work.groups.tolist():
@@ -34,19 +44,27 @@ def check(pool: LoraPool, row_slot: np.ndarray, tile: Tile, work: WorkList) -> N
         assert group_slots.count(slot) == -(-np.count_nonzero(row_slot == slot) // tile.rows)
     for name, modules in GROUPS.items():
         part = work.parts[name]
-        assert part.header.tolist()[:2] == [len(part.item_segment), len(work.groups)]
+        assert part.header.tolist() == [len(part.items), len(part.tiles)]
         covered = 0
-        for segment, (first, blocks) in enumerate(part.segments.tolist()):
-            slot, module = group_slots[segment // len(modules)], MODULES.index(modules[segment % len(modules)])
+        for segment, (first, blocks, *members) in enumerate(part.segments.tolist()):
+            group, projection = divmod(segment, len(modules))
+            slot, module = group_slots[group], MODULES.index(modules[projection])
+            assert members == work.groups[group].tolist()
             assert first == covered
             covered += blocks
-            assert (part.item_segment[first:covered] == segment).all()
+            assert part.items[first:covered].tolist() == [[projection, *members, block] for block in range(blocks)]
             lines = part.item_pages[first:covered].reshape(-1)
             pages = pool.pages[slot, module]
             assert lines[:pages].tolist() == pool.table[slot, module, :pages].tolist()
             assert (lines[pages:] == -1).all() and len(lines) - pages < tile.ranks // 8
             assert (part.scales[:, segment] == pool.scales[slot, module]).all()
-        assert covered == len(part.item_segment)
+            width = pool.shapes[modules[projection]][1]
+            tiles = part.tiles[part.tiles[:, 0] == segment, 1].tolist()
+            (columns,) = tile_columns(tile, np.array([blocks]), np.array(members[1:]))
+            assert tiles == list(range(-(-width // columns)))
+            at_once = min(1 << max(blocks - 1, 0).bit_length(), 4)
+            assert columns == (tile.columns if members[1] > tile.few else tile.area // (tile.ranks * at_once))
+        assert covered == len(part.items)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -55,14 +73,14 @@ def test_rows_and_pages_are_covered_once(seed: int) -> None:
     pool, held = scattered_pool(draw)
     for rows in (1, 2, 17, 64, 300):
         row_slot = random_slots(draw, list(held), rows)
-        for tile in (DECODE, PREFILL, Tile(rows=1, ranks=16)):
-            check(pool, row_slot, tile, work_list(pool, row_slot, tile, 132))
+        for tile in (DECODE, PREFILL, Tile(rows=1, ranks=16, columns=32)):
+            check(pool, row_slot, tile, work_list(pool, row_slot, tile))
 
 
 def test_a_batch_of_the_base_alone_has_no_work() -> None:
-    work = work_list(make_pool(), np.full(5, -1, dtype=np.int32), DECODE, 132)
+    work = work_list(make_pool(), np.full(5, -1, dtype=np.int32), DECODE)
     assert len(work.rows) == len(work.groups) == 0
-    assert all(part.header.tolist()[:2] == [0, 0] for part in work.parts.values())
+    assert all(part.header.tolist() == [0, 0] for part in work.parts.values())
 
 
 def test_reserved_buffers_hold_any_batch_and_keep_their_addresses() -> None:
@@ -71,21 +89,22 @@ def test_reserved_buffers_hold_any_batch_and_keep_their_addresses() -> None:
     for slot in range(12):
         load(pool, slot, random_adapter(draw, dict.fromkeys(MODULES, 128 if slot % 2 else draw.randint(1, 128))))
     rows = 40
-    nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), DECODE, 132)
+    nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), DECODE)
     packed = PackedBatch(pool, nothing, DECODE, max_rows=rows)
     address = packed.rows.data_ptr()
     for distinct in (1, 5, 12):
         row_slot = np.array([i % distinct for i in range(rows)], dtype=np.int32)
-        work = work_list(pool, row_slot, DECODE, 132)
+        work = work_list(pool, row_slot, DECODE)
         packed.fill(work)
         assert packed.rows.data_ptr() == address
         assert (packed.rows.cpu().numpy()[: len(work.rows)] == work.rows).all()
-        assert (packed.groups.cpu().numpy()[: len(work.groups)] == work.groups).all()
+        assert (packed.adapted.cpu().numpy() == work.adapted).all()
         for name, want in work.parts.items():
             got = packed.parts[name]
             assert (got.header.cpu().numpy() == want.header).all()
             assert (got.segments.cpu().numpy()[: len(want.segments)] == want.segments).all()
-            assert (got.item_segment.cpu().numpy()[: len(want.item_segment)] == want.item_segment).all()
+            assert (got.items.cpu().numpy()[: len(want.items)] == want.items).all()
+            assert (got.tiles.cpu().numpy()[: len(want.tiles)] == want.tiles).all()
             assert (got.item_pages.cpu().numpy()[: len(want.item_pages)] == want.item_pages).all()
             assert (got.scales.cpu().numpy()[:LAYERS, : want.scales.shape[1]] == want.scales).all()
 

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from motet.kernels.triton.attention import ROWS as ATTENTION_ROWS
-from motet.kernels.triton.lora import TICKETED, TILES
+from motet.kernels.triton.lora import EXPANDS, SHRINKS
 
 ROOT = Path(__file__).parents[2]
-LAUNCHES = {f"{half} {rows} rows": launch for (rows, half), launch in TILES.items()} | {"ticketed 16 rows": TICKETED}
+LAUNCHES = {f"shrink, {plan}": launch for plan, launch in SHRINKS.items()}
+LAUNCHES |= {f"expand, {plan}": launch for plan, launch in EXPANDS.items()}
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_BYTES_PER_MULTIPROCESSOR = 227 << 10
 OTHERS = sorted((ROOT / "build").glob("triton-*"))
@@ -57,7 +58,7 @@ def test_weights_and_activations_move_in_pieces_of_16_bytes(compiled: dict[str, 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_tensor_cores_multiply_and_large_tiles_in_warp_groups(compiled: dict[str, dict[str, Any]], name: str) -> None:
     assert compiled[name]["products"] > 0
-    assert (compiled[name]["wide_products"] > 0) == ("64 rows" in name)
+    assert (compiled[name]["wide_products"] > 0) == ("prefill" in name)
 
 
 @pytest.mark.parametrize("kind", ATTENTION_ROWS)

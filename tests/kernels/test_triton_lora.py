@@ -11,7 +11,7 @@ import torch
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.triton import LoraBatch, add_lora, baselines, prepare, start_lora
 from motet.kernels.triton import lora as launches
-from motet.kernels.triton.lora import LaunchPlan
+from motet.kernels.triton.lora import LaunchPlan, delta_lora, join
 from tests.kernels.test_lora import (
     MODULES,
     Adapter,
@@ -25,7 +25,7 @@ from tests.kernels.test_lora import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLANS: tuple[LaunchPlan, ...] = ("two_launches", "ticketed", "segmented")
+PLANS: tuple[LaunchPlan, ...] = ("decode", "prefill")
 RANKS = (1, 8, 12, 24, 64, 128)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -68,7 +68,6 @@ def assert_follows_the_formula(
     assert torch.equal(results[0].view(bits), results[1].view(bits)), "the same batch gives the same bits"
     assert torch.equal(results[0][base].view(bits), y[base].view(bits)), "rows of the base keep every bit"
     assert relative_error(results[0], want) < TOLERANCE[dtype]
-    assert not batch.counters.any(), "counters are left at zero"
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -80,8 +79,6 @@ def test_mixed_ranks_and_scattered_pages_follow_the_formula(
     pool, held = gpu_pool()
     slots = np.array([0, 1, -1, 2, 3, 4, 5, 2, -1, *[3] * 17], dtype=np.int32)
     batch = LoraBatch.build(pool, slots, plan)
-    splits = [part.header.tolist()[2] for part in batch.packed.parts.values()]
-    assert (max(splits) > 1) == (multiprocessors > 1)
     assert_follows_the_formula(pool, held, slots, batch, "qkv" if multiprocessors == 1 else "down")
 
 
@@ -99,7 +96,7 @@ def test_random_adapters_and_rows_follow_the_formula(seed: int) -> None:
     ranks = tuple(draw.randint(1, 128) for _ in range(3))
     pool, held = gpu_pool(ranks)
     slots = np.array([draw.choice([-1, 0, 1, 2]) for _ in range(draw.choice([1, 9, 33]))], dtype=np.int32)
-    assert_follows_the_formula(pool, held, slots, LoraBatch.build(pool, slots, PLANS[seed % 3]), draw.choice(list(GROUPS)))
+    assert_follows_the_formula(pool, held, slots, LoraBatch.build(pool, slots, PLANS[seed % 2]), draw.choice(list(GROUPS)))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -138,6 +135,39 @@ def test_starting_early_changes_nothing() -> None:
     assert torch.equal(at_once, started)
 
 
+def test_the_adapters_part_alone_is_what_is_added_and_other_rows_are_not_written() -> None:
+    pool, held = gpu_pool((16, 40))
+    load(pool, 2, random_adapter(random.Random(0), {"q_proj": 8}))
+    pool.arena = pool.arena.to(DEVICE)
+    slots = np.array([0, -1, 1, 2, *[1] * 9], dtype=np.int32)
+    batch = LoraBatch.build(pool, slots)
+    for group in GROUPS:
+        _, x = random_io(group, len(slots))
+        zeros = torch.zeros(len(slots), sum(pool.shapes[module][1] for module in GROUPS[group]))
+        want = zeros.clone().to(DEVICE)
+        add_lora(want, x.to(DEVICE), pool, 0, group, batch)
+        got = delta_lora(x.to(DEVICE), pool, 0, group, batch)
+        join(batch)
+        assert got is not None
+        adapted = batch.packed.adapted.bool()
+        assert adapted.tolist() == (slots >= 0).tolist()
+        assert torch.equal(got[adapted], want[adapted])
+    nothing = LoraBatch.build(pool, np.full(2, -1, dtype=np.int32))
+    assert delta_lora(x[:2].to(DEVICE), pool, 0, "down", nothing) is None
+
+
+def test_a_row_has_the_same_sums_whatever_else_is_in_the_decode_step() -> None:
+    pool, _ = gpu_pool((16, 40, 8))
+    slots = np.array([0, 1, 2, 0, -1, 1, *[2] * 5], dtype=np.int32)
+    y, x = (tensor.to(DEVICE) for tensor in random_io("down", len(slots)))
+    together = y.clone()
+    add_lora(together, x, pool, 0, "down", LoraBatch.build(pool, slots))
+    for row in (0, 1, 3):
+        alone = y[row : row + 1].clone()
+        add_lora(alone, x[row : row + 1], pool, 0, "down", LoraBatch.build(pool, slots[row : row + 1]))
+        assert torch.equal(alone, together[row : row + 1])
+
+
 def test_preparing_runs_every_kernel_of_serving_once_and_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, _ = gpu_pool((16,))
     before = pool.arena.clone()
@@ -154,7 +184,7 @@ def test_the_baselines_compute_the_same() -> None:
     pool, held = gpu_pool((8, 24))
     slots = np.array([0, 1, 1, -1, 0], dtype=np.int32)
     batch = baselines.mbgmv(pool, slots)
-    assert batch.packed.groups[:, 1].tolist() == [1, 1, 1, 1]
+    assert batch.packed.parts["o"].segments[:, 3].tolist() == [1, 1, 1, 1]
     assert_follows_the_formula(pool, held, slots, batch, "o")
     grown = make_pool()
     for slot, adapter in held.items():

@@ -17,17 +17,19 @@ from triton.compiler import ASTSource
 
 from motet.kernels.triton.attention import CONTEXT, CONTEXT_FP32, ROWS, ROWS_FP32, STAGES, WARPS
 from motet.kernels.triton.attention_kernel import paged_attention
-from motet.kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
-from motet.kernels.triton.lora import TICKETED, TILES
+from motet.kernels.triton.device import lora_expand, lora_shrink
+from motet.kernels.triton.lora import EXPANDS, MOST_SPLITS, SHRINKS, TILES
 
 POINTERS = {
-    "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "groups": "*i32", "segments": "*i32",
-    "item_segment": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32", "counters": "*i32",
+    "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "segments": "*i32",
+    "items": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32",
     "q": "*bf16", "out": "*bf16", "kv": "*bf16", "count": "*i32", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
 }  # fmt: skip
 UNALIGNED = ("scale",)
 ALIGNED = tuple(
-    {*POINTERS, "x_stride", "y_stride", "q_stride", "K", "N0", "N1", "N2"}.difference(UNALIGNED)
+    {*POINTERS, "x_stride", "y_stride", "q_stride", "h_row", "h_plane", "span", "ranks", "K", "N0", "N1", "N2"}.difference(
+        UNALIGNED
+    )
 )  # what the launch finds to be multiples of 16
 
 
@@ -36,23 +38,15 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, tuple[Any
 
     `ragged` ones make no promise about sizes; `upcast` ones are for pools of fp32.
     """
-    common = {"S": 3, "ALIGN": 1 if ragged else 16, "UPCAST": upcast}
+    common = {"ALIGN": 1 if ragged else 16, "EARLY": True, "UPCAST": upcast}
     found: dict[str, tuple[Any, dict[str, Any], int, int]] = {}
-    for (rows, half), launch in TILES.items():
-        constants = {**common, "M": rows, "R": rows}
-        if half == "shrink":
-            constants |= {"BK": launch.block, "WHOLE_K": not ragged}
-        else:
-            constants |= {"BN": launch.block, "UNROLL": launch.unroll, "WHOLE_N": not ragged}
-        kernel = lora_shrink if half == "shrink" else lora_expand
-        found[f"{half} {rows} rows"] = (kernel, constants, launch.warps, launch.stages)
-    constants = {**common, "M": 16, "R": 16, "BK": TICKETED.block, "BN": TICKETED.block, "UNROLL": TICKETED.unroll}
-    found["ticketed 16 rows"] = (
-        lora_ticketed,
-        {**constants, "WHOLE_K": not ragged, "WHOLE_N": not ragged},
-        TICKETED.warps,
-        TICKETED.stages,
-    )
+    for plan, tile in TILES.items():
+        sizes, shrink, expand = {"M": tile.rows, "R": tile.ranks}, SHRINKS[plan], EXPANDS[plan]
+        constants = {**common, **sizes, "BK": shrink.block, "WIDE": shrink.wide, "FEW": tile.few, "WHOLE_K": not ragged}
+        found[f"shrink, {plan}"] = (lora_shrink, constants, shrink.warps, shrink.stages)
+        constants = {**common, **sizes, "S": 3, "BN": tile.columns, "FEW": tile.few, "AREA": tile.area}
+        constants |= {"PLANES": MOST_SPLITS if tile.few else 0, "ADD": True, "WHOLE_N": not ragged}
+        found[f"expand, {plan}"] = (lora_expand, constants, expand.warps, expand.stages)
     return found
 
 
