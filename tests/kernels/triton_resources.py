@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from motet.kernels.triton.attention import CONTEXT, CONTEXT_FP32, ROWS, ROWS_FP32, STAGES, WARPS
+from motet.kernels.triton.attention import LAUNCHES, SPLITTING
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
 from motet.kernels.triton.lora import TICKETED, TILES
@@ -23,7 +23,8 @@ from motet.kernels.triton.lora import TICKETED, TILES
 POINTERS = {
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "groups": "*i32", "segments": "*i32",
     "item_segment": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32", "counters": "*i32",
-    "q": "*bf16", "out": "*bf16", "kv": "*bf16", "count": "*i32", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
+    "q": "*bf16", "out": "*bf16", "kv": "*bf16", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
+    "parts": "*fp32", "sums": "*fp32", "arrived": "*i32",
 }  # fmt: skip
 UNALIGNED = ("scale",)
 ALIGNED = tuple(
@@ -56,10 +57,12 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, tuple[Any
     return found
 
 
-def attention(rows: int, context: int, *, upcast: bool) -> tuple[Any, dict[str, Any], int, int]:
-    """Paged attention of Llama 8B with tiles of `rows` and steps of `context`."""
-    constants = {"HEADS": 32, "KV_HEADS": 8, "G": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": rows, "BN": context}
-    return paged_attention, {**constants, "UPCAST": upcast}, WARPS, STAGES
+def attention(kind: str, *, divided: bool) -> tuple[Any, dict[str, Any], int, int]:
+    """Paged attention of Llama 8B, with contexts in several shares if they are `divided`."""
+    launch = LAUNCHES[kind]
+    constants = {"HEADS": 32, "KV_HEADS": 8, "G": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": launch.rows, "BN": launch.context}
+    constants |= {"LEAST": SPLITTING.least if divided else 0, "CHUNK": launch.joined // (4 * 128), "UPCAST": kind == "fp32"}
+    return paged_attention, constants, launch.warps, launch.stages
 
 
 def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
@@ -98,7 +101,6 @@ if __name__ == "__main__":
     found |= {f"{name}, ragged": resources(*configuration) for name, configuration in configurations(ragged=True).items()}
     in_fp32 = configurations(ragged=False, upcast=True)
     found |= {f"{name}, fp32": resources(*configuration) for name, configuration in in_fp32.items()}
-    for kind, rows in ROWS.items():
-        found[f"attention, {kind}"] = resources(*attention(rows, CONTEXT, upcast=False))
-    found["attention, fp32"] = resources(*attention(ROWS_FP32, CONTEXT_FP32, upcast=True))
+    found |= {f"attention, {kind}": resources(*attention(kind, divided=False)) for kind in LAUNCHES}
+    found |= {f"attention, {kind}, divided": resources(*attention(kind, divided=True)) for kind in ("decode", "fp32")}
     print(json.dumps(found, indent=2))
