@@ -151,15 +151,31 @@ def _on_a_gpu(cache: KvCache) -> bool:
 
 
 def _agrees(make: Callable[[KvCache], Library], like: KvCache, heads: int, windows: Sequence[int]) -> bool:
-    """Whether the library agrees on a chunk of 5 rows after 20 tokens and two decoding sequences, in scattered blocks."""
+    """Whether the library agrees on steps of every kind, in scattered blocks. This compiles what serving launches.
+
+    A chunk of 5 rows after 20 tokens beside two decoding sequences; these two alone; one with a context that may be divided.
+    """
+    steps = (([25, 3, 17], [5, 1, 1]), ([3, 17], [1, 1]), ([300], [1]))
+    return all(_agrees_on(make, like, heads, windows, np.array(contexts, dtype=np.int32), counts) for contexts, counts in steps)
+
+
+def _agrees_on(
+    make: Callable[[KvCache], Library],
+    like: KvCache,
+    heads: int,
+    windows: Sequence[int],
+    contexts: np.ndarray,
+    counts: Sequence[int],
+) -> bool:
+    """Whether the library agrees on one step: the last `counts` tokens of sequences of `contexts` tokens."""
     from motet.kernels.attention import AttentionBatch, KvCache, attend
 
     size, (kv_heads, head_dim), device = like.block_size, like.data.shape[4:], like.data.device
-    contexts, counts = np.array([25, 3, 17], dtype=np.int32), np.array([5, 1, 1])
     columns = -(-int(contexts.max()) // size)
+    blocks = len(contexts) * columns
     cache = KvCache(
         layers=1,
-        blocks=3 * columns,
+        blocks=blocks,
         block_size=size,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -167,16 +183,16 @@ def _agrees(make: Callable[[KvCache], Library], like: KvCache, heads: int, windo
         device=device,
     )
     cache.data[:, :-1].normal_()
-    tables = np.arange(3 * columns, dtype=np.int32).reshape(columns, 3).T[::-1].copy()
+    tables = np.arange(blocks, dtype=np.int32).reshape(columns, -1).T[::-1].copy()
     positions = [np.arange(context - count, context) for context, count in zip(contexts, counts, strict=True)]
     step = {
-        "seq_starts": np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        "seq_starts": np.cumsum([0, *counts]).astype(np.int32),
         "context_lens": contexts,
         "block_tables": tables,
         "kv_slots": np.concatenate([table[at // size] * size + at % size for table, at in zip(tables, positions, strict=True)]),
     }
     step["kv_slots"] = step["kv_slots"].astype(np.int64)
-    qkv = torch.randn(int(counts.sum()), heads + 2 * kv_heads, head_dim, device=device).to(like.data.dtype)
+    qkv = torch.randn(sum(counts), heads + 2 * kv_heads, head_dim, device=device).to(like.data.dtype)
     plain = AttentionBatch.build(cache, windows=windows, **step)
     want = [attend(qkv, cache, 0, plain, heads=heads, window=window) for window in windows]
     cache.library = make(cache)

@@ -15,8 +15,10 @@ from motet.kernels.triton.attention import PagedAttention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16  # Llama 8B's
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm
-TAKES = (1, 64, 1, 200, 17)  # tokens of each sequence in the step
-BEFORE = (300, 0, 0, 40, 1000)  # and in the cache already
+STEPS = (  # tokens of each sequence in the step, and in the cache already
+    ((1, 64, 1, 200, 17), (300, 0, 0, 40, 1000)),
+    ((1, 1, 1, 1, 1), (2999, 0, 300, 40, 1000)),
+)
 
 
 class Attention:
@@ -45,9 +47,14 @@ class Attention:
         )
 
     def _check(self, dtype: torch.dtype) -> Line:
-        """The errors of a mixed step whose earlier tokens are in scattered blocks. All other content of the cache is NaN."""
-        bed, scale = self._bed, self._bed.pick(1, 8)
-        takes, before = ([-(-n // scale) for n in some] for some in (TAKES, BEFORE))
+        """The errors of a mixed step and a decode step."""
+        scale = self._bed.pick(1, 8)
+        worst = max(self._error(dtype, *([-(-n // scale) for n in some] for some in step)) for step in STEPS)
+        return {"worst_error": worst, "good": worst < TOLERANCE[dtype]}
+
+    def _error(self, dtype: torch.dtype, takes: list[int], before: list[int]) -> float:
+        """The error of a step whose earlier tokens are in scattered blocks. All other content of the cache is NaN."""
+        bed = self._bed
         blocks = [-(-(a + b) // BLOCK) for a, b in zip(takes, before, strict=True)]
         cache = self._cache(sum(blocks), dtype)
         cache.data[:, :-1] = float("nan")
@@ -83,7 +90,7 @@ class Attention:
             got = attend(rows, cache, 0, batch, heads=self._heads, window=window).double()
             want = torch.cat([self._formula(qkv, window)[b:] for qkv, b in zip(whole, before, strict=True)])
             worst = max(worst, float((got - want).norm() / want.norm()))
-        return {"worst_error": worst, "good": worst < TOLERANCE[dtype]}
+        return worst
 
     def _formula(self, qkv: torch.Tensor, window: int) -> torch.Tensor:
         """Attention of one whole sequence, computed in fp64 by the formula."""
@@ -99,7 +106,7 @@ class Attention:
     def _decode(self) -> Line:
         """Microseconds of a layer by {sequences x tokens}: ours, torch's with gathered context, and reading K and V once."""
         bed, found = self._bed, dict[str, Line]()
-        for rows, context in bed.pick(((32, 224), (256, 224), (8, 2048), (64, 1024)), ((2, 20),)):
+        for rows, context in bed.pick(((32, 224), (256, 224), (8, 2048), (64, 1024), (1, 8192), (8, 8192)), ((2, 20),)):
             columns = -(-context // BLOCK)
             cache = self._cache(rows * columns, torch.bfloat16)
             step: dict[str, Any] = {

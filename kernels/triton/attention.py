@@ -1,13 +1,21 @@
 """Paged attention in one launch per layer, for caches on a GPU: blocks are read where they are, nothing is gathered.
 
     tile     up to BM / G tokens of one sequence, with the G query heads of one KV head as rows of one product
-    launch   tiles x KV heads programs; each walks its sequence's context in steps of BN tokens with a running softmax
+    share    the part of a decoding sequence's context that one program reads
+    launch   KV heads x tiles x shares programs; each walks its context in steps of BN tokens with a running softmax
 
-Tiles and block tables lie in one buffer, sent in one copy per step; how many tiles there are stands there too, so a captured
-graph serves every batch of as many rows. What lies past a sequence's context is never read.
+Few sequences with long contexts are fewer programs than a GPU runs at a time, so each context is divided into shares of nearly
+equal length. The last of a tile's programs to finish adds up what all found, in the order of the shares, so the same step gives
+the same bits. Where there are programs enough, or the context is short, there is one share and nothing to add up.
+
+Tiles and block tables lie in one buffer, sent in one copy per step. A captured graph serves every batch of as many rows: the
+greatest number of shares is fixed, and their length follows from each context. What lies past a context is never read.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +23,43 @@ import triton
 
 from motet.kernels.attention import KvCache
 from motet.kernels.triton.attention_kernel import paged_attention
-from motet.kernels.triton.lora import INTERPRETED
+from motet.kernels.triton.lora import INTERPRETED, _multiprocessors
 
-HEAD = 4  # elements before the tiles: how many there are
-ROWS = {"decode": 16, "prefill": 64}  # BM
-CONTEXT = 64  # BN
-ROWS_FP32, CONTEXT_FP32 = 16, 16  # no tensor core multiplies fp32 as it is, and registers hold fewer of them
-WARPS, STAGES = 4, 2
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Constants of the kernel."""
+
+    rows: int  # BM
+    context: int  # BN
+    warps: int
+    stages: int  # one more than the steps whose K and V are on their way
+    joined: int = 4096  # values of shares that are added up at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How contexts of decoding sequences are divided into shares."""
+
+    programs: int  # at most, per multiprocessor
+    least: int  # tokens of a share, if the context has as many
+    most: int  # shares: adding them up takes time, too
+
+
+LAUNCHES = {
+    "decode": Launch(rows=16, context=32, warps=4, stages=4),
+    "prefill": Launch(rows=64, context=64, warps=4, stages=2),
+    "fp32": Launch(rows=16, context=16, warps=4, stages=2, joined=2048),  # without tensor cores, and registers hold less of it
+}
+SPLITTING = Splitting(programs=4, least=128, most=32)
+
+
+class Workspace(NamedTuple):
+    """Partial results of one launch at a time, see the kernel."""
+
+    parts: torch.Tensor
+    sums: torch.Tensor
+    arrived: torch.Tensor
 
 
 class PagedAttention:
@@ -31,16 +69,25 @@ class PagedAttention:
     valid when it is planned again.
     """
 
-    def __init__(self, cache: KvCache, *, heads: int, rows: int = 0, columns: int = 0) -> None:
+    def __init__(
+        self, cache: KvCache, *, heads: int, rows: int = 0, columns: int = 0, workspace: Workspace | None = None
+    ) -> None:
         self._cache, self._heads, self._rows, self._columns = cache, heads, rows, columns
-        self._group = triton.next_power_of_2(heads // cache.data.shape[4])
+        device, (kv_heads, head_dim) = cache.data.device, cache.data.shape[4:]
+        self._group = triton.next_power_of_2(heads // kv_heads)
         self._fp32 = cache.data.dtype == torch.float32
-        self._kind, self._tiles = "decode", rows
-        self._buffer = torch.zeros(HEAD + 4 * rows + rows * columns, dtype=torch.int32, device=cache.data.device)
+        self._kind, self._tiles, self._longest = "decode", rows, columns * cache.block_size
+        programs = SPLITTING.programs * _multiprocessors(device)
+        self.workspace = workspace or Workspace(
+            torch.empty(programs, self._group, head_dim, dtype=torch.float32, device=device),
+            torch.empty(programs, 2, self._group, dtype=torch.float32, device=device),
+            torch.zeros(programs, dtype=torch.int32, device=device),
+        )
+        self._buffer = torch.zeros(4 * rows + rows * columns, dtype=torch.int32, device=device)
 
     def for_graph(self, rows: int, columns: int) -> PagedAttention:
-        """A separate plan for a captured graph."""
-        return PagedAttention(self._cache, heads=self._heads, rows=rows, columns=columns)
+        """A separate plan for a captured graph. Graphs run one at a time and share the workspace."""
+        return PagedAttention(self._cache, heads=self._heads, rows=rows, columns=columns, workspace=self.workspace)
 
     def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
         """Plan a step with these arrays, which are those of `AttentionBatch.build`."""
@@ -58,32 +105,47 @@ class PagedAttention:
         tiles[:, 3] = context_lens[sequence] - counts[sequence] + within
         if not self._rows:
             self._tiles, self._columns = len(tiles), block_tables.shape[1]
-            size = HEAD + tiles.size + block_tables.size
+            self._longest = int(context_lens.max(initial=0))
+            size = tiles.size + block_tables.size
             if size > len(self._buffer):
                 self._buffer = self._buffer.new_empty(2 * size)
-        at = HEAD + 4 * self._tiles
+        at = 4 * self._tiles
         size = at + len(counts) * self._columns
         host = torch.empty(size, dtype=torch.int32, pin_memory=self._buffer.is_cuda)  # the caching allocator's
         raw = host.numpy()
-        raw[0] = len(tiles)
-        raw[HEAD:at].reshape(-1, 4)[: len(tiles)] = tiles
+        raw[:at].reshape(-1, 4)[:] = tiles
         raw[at:].reshape(len(counts), self._columns)[:, : block_tables.shape[1]] = block_tables
         self._buffer[:size].copy_(host, non_blocking=True)
 
     def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
         """Attention of q [rows, heads, head_dim], in the same shape. The cache must have this step's K and V already."""
-        cache = self._cache
+        cache, launch = self._cache, self._launch
         block_size, _, kv_heads, head_dim = cache.data.shape[2:]
+        padded = max(triton.next_power_of_2(head_dim), 16)
+        shares = self.shares(window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged_attention[(self._tiles, kv_heads)](
-            q, q.stride(0), out, cache.data[layer], self._buffer, self._buffer[HEAD:], self._buffer[HEAD + 4 * self._tiles :],
-            self._columns, head_dim**-0.5, window,
-            HEADS=self._heads, KV_HEADS=kv_heads, G=self._group, D=head_dim, DP=max(triton.next_power_of_2(head_dim), 16),
-            BLOCK=block_size, BM=self._block_rows, BN=CONTEXT_FP32 if self._fp32 else CONTEXT,
-            UPCAST=INTERPRETED or self._fp32, num_warps=WARPS, num_stages=STAGES,
+        paged_attention[(kv_heads, self._tiles, shares)](
+            q, q.stride(0), out, cache.data[layer], self._buffer, self._buffer[4 * self._tiles :],
+            self._columns, head_dim**-0.5, window, *self.workspace,
+            HEADS=self._heads, KV_HEADS=kv_heads, G=self._group, D=head_dim, DP=padded,
+            BLOCK=block_size, BM=self._block_rows, BN=launch.context,
+            LEAST=SPLITTING.least if shares > 1 else 0, CHUNK=max(launch.joined // (self._group * padded), 1),
+            UPCAST=INTERPRETED or self._fp32, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
         return out
 
+    def shares(self, window: int) -> int:
+        """How many programs at most divide the context of one tile and KV head, in a layer with this sliding window."""
+        if self._kind != "decode":
+            return 1
+        visible = min(self._longest, window) if window else self._longest
+        room = len(self.workspace.arrived) // max(self._tiles * self._cache.kv_heads, 1)
+        return max(min(room, visible // SPLITTING.least, SPLITTING.most), 1)
+
+    @property
+    def _launch(self) -> Launch:
+        return LAUNCHES["fp32" if self._fp32 else self._kind]
+
     @property
     def _block_rows(self) -> int:
-        return max(ROWS_FP32 if self._fp32 else ROWS[self._kind], self._group)
+        return max(self._launch.rows, self._group)

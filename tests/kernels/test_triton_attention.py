@@ -10,10 +10,12 @@ import torch
 
 from motet.kernels import AttentionBatch, KvCache, attend
 from motet.kernels import library_attention as library
-from motet.kernels.triton.attention import PagedAttention
+from motet.kernels.triton import attention as triton_attention
+from motet.kernels.triton.attention import PagedAttention, Splitting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK, BLOCKS = 8, 48
+DIVIDED = Splitting(programs=64, least=16, most=32)  # short contexts, too, and where there are programs enough
 
 
 def formula(qkv: torch.Tensor, heads: int, kv_heads: int, window: int) -> torch.Tensor:
@@ -35,17 +37,22 @@ def poisoned_cache(kv_heads: int, head_dim: int, dtype: torch.dtype, heads: int)
     return cache
 
 
-@pytest.mark.parametrize(
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+SHAPES = pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window", "dtype"),
     [
         (4, 2, 16, 0, torch.float32),
         (7, 1, 24, 5, torch.float32),
         (4, 4, 32, 1, torch.float32),
         (6, 2, 32, 20, torch.float32),
+        (6, 2, 32, 70, torch.float32),
         (4, 1, 64, 0, torch.bfloat16),
         (4, 2, 64, 0, torch.float16),
     ],
 )
+
+
+@SHAPES
 def test_chunks_and_decodes_of_mixed_lengths_follow_the_formula(
     heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
 ) -> None:
@@ -80,20 +87,71 @@ def test_chunks_and_decodes_of_mixed_lengths_follow_the_formula(
         for i, take, part in zip(live, takes, out.split(takes), strict=True):
             outputs[i] = torch.cat([outputs[i], part])
             done[i] += take
-    tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     for qkv, output in zip(inputs, outputs, strict=True):
         want = formula(qkv, heads, kv_heads, window)
-        torch.testing.assert_close(output.double(), want, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(output.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_a_reserved_plan_takes_one_step_after_another() -> None:
+@SHAPES
+def test_divided_contexts_follow_the_formula_and_give_the_same_bits_again(
+    heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attention, "SPLITTING", DIVIDED)
+    cache = poisoned_cache(kv_heads, head_dim, dtype, heads)
+    assert isinstance(cache.library, PagedAttention)
+    cache.library.workspace.parts.fill_(float("nan"))
+    cache.library.workspace.sums.fill_(float("nan"))
+    lengths = [200, 1, 33, 64, 7]
+    free = iter(np.random.default_rng(0).permutation(BLOCKS).tolist())
+    table = np.full((len(lengths), 25), -1, dtype=np.int32)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(n, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype) for n in lengths]
+    slots = []
+    for row, (qkv, n) in enumerate(zip(inputs, lengths, strict=True)):
+        table[row, : -(-n // BLOCK)] = [next(free) for _ in range(-(-n // BLOCK))]
+        at = torch.arange(n)
+        slots.append(torch.from_numpy(table[row])[at // BLOCK] * BLOCK + at % BLOCK)
+        cache.write(0, slots[-1][:-1].to(DEVICE, torch.int64), qkv[:-1, heads:].unflatten(1, (2, -1)).to(DEVICE))
+    batch = AttentionBatch.build(
+        cache,
+        seq_starts=np.arange(len(lengths) + 1, dtype=np.int32),
+        context_lens=np.array(lengths, dtype=np.int32),
+        block_tables=table,
+        kv_slots=np.array([int(slot[-1]) for slot in slots], dtype=np.int64),
+        windows=[window],
+    )
+    rows = torch.stack([qkv[-1] for qkv in inputs]).to(DEVICE)
+    first, second = (attend(rows, cache, 0, batch, heads=heads, window=window).cpu() for _ in range(2))
+    assert torch.equal(first, second)
+    assert cache.library.workspace.parts.isnan().all() == (0 < window < 2 * DIVIDED.least), "divided where it sees enough"
+    assert not cache.library.workspace.arrived.any()
+    want = torch.stack([formula(qkv, heads, kv_heads, window)[-1] for qkv in inputs])
+    torch.testing.assert_close(first.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_long_contexts_of_few_sequences_are_divided_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "_multiprocessors", lambda device: 132)
+    cache = KvCache(layers=1, blocks=1, block_size=16, kv_heads=8, head_dim=16, dtype=torch.bfloat16)
+    plan = PagedAttention(cache, heads=32)
+
+    def shares(rows: int, context: int, window: int = 0) -> int:
+        return plan.for_graph(rows, context // 16).shares(window)
+
+    assert [shares(8, 2048), shares(8, 256), shares(1, 8192), shares(3, 1024)] == [8, 2, 32, 8]
+    assert [shares(32, 128), shares(64, 1024), shares(256, 8192)] == [1, 1, 1]
+    assert [shares(8, 2048, window=300), shares(8, 2048, window=200)] == [2, 1]
+
+
+@pytest.mark.parametrize("splitting", [triton_attention.SPLITTING, DIVIDED], ids=["whole", "divided"])
+def test_a_reserved_plan_takes_one_step_after_another(splitting: Splitting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "SPLITTING", splitting)
     heads, kv_heads, head_dim = 4, 2, 16
     cache = poisoned_cache(kv_heads, head_dim, torch.float32, heads)
     twin = KvCache(layers=1, blocks=BLOCKS, block_size=BLOCK, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.float32)
     twin.data[:, :-1].normal_(generator=torch.Generator().manual_seed(3))
     cache.data.copy_(twin.data)
     reserved = AttentionBatch.reserve(cache, rows=3, columns=8, windows=[0, 6])
-    for lengths in ([5, 40, 17], [6, 41, 64], [1, 2, 9]):
+    for lengths in ([5, 40, 17], [6, 41, 64], [1, 2, 9], [64, 1, 33]):
         contexts = np.array(lengths, dtype=np.int32)
         tables = np.random.default_rng(0).permutation(BLOCKS)[:24].reshape(3, 8).astype(np.int32)
         tables = tables[:, : -(-max(lengths) // BLOCK)]

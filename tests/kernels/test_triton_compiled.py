@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from motet.kernels.triton.attention import ROWS as ATTENTION_ROWS
+from motet.kernels.triton.attention import LAUNCHES as ATTENTION
+from motet.kernels.triton.attention import SPLITTING
 from motet.kernels.triton.lora import EXPANDS, SHRINKS
 
 ROOT = Path(__file__).parents[2]
@@ -61,12 +62,19 @@ def test_tensor_cores_multiply_and_large_tiles_in_warp_groups(compiled: dict[str
     assert (compiled[name]["wide_products"] > 0) == ("prefill" in name)
 
 
-@pytest.mark.parametrize("kind", ATTENTION_ROWS)
-def test_attention_does_not_spill_and_reads_in_pieces_of_16_bytes(compiled: dict[str, dict[str, Any]], kind: str) -> None:
-    used = compiled[f"attention, {kind}"]
-    assert used["local_bytes"] == compiled["attention, fp32"]["local_bytes"] == 0
+@pytest.mark.parametrize("name", [*ATTENTION, "decode, divided", "fp32, divided"])
+def test_attention_does_not_spill_and_reads_in_pieces_of_16_bytes(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    used = compiled[f"attention, {name}"]
+    assert used["local_bytes"] == 0
     assert used["copies_16"] + used["loads_16"] > 0 and used["loads_16_bits"] == 0
-    assert used["products"] > 0
+    assert used["products"] > 0 or name.startswith("fp32")
+
+
+@pytest.mark.parametrize("name", ["decode", "decode, divided"])
+def test_programs_that_divide_contexts_run_all_at_a_time(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    used, threads = compiled[f"attention, {name}"], 32 * ATTENTION["decode"].warps
+    assert used["registers"] * threads * SPLITTING.programs <= REGISTERS_PER_MULTIPROCESSOR
+    assert used["shared_bytes"] * SPLITTING.programs <= SHARED_BYTES_PER_MULTIPROCESSOR
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

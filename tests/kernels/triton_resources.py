@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from motet.kernels.triton.attention import CONTEXT, CONTEXT_FP32, ROWS, ROWS_FP32, STAGES, WARPS
+from motet.kernels.triton.attention import LAUNCHES, SPLITTING
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink
 from motet.kernels.triton.lora import EXPANDS, MOST_SPLITS, SHRINKS, TILES
@@ -23,40 +23,48 @@ from motet.kernels.triton.lora import EXPANDS, MOST_SPLITS, SHRINKS, TILES
 POINTERS = {
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "segments": "*i32",
     "items": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32",
-    "q": "*bf16", "out": "*bf16", "kv": "*bf16", "count": "*i32", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
+    "q": "*bf16", "out": "*bf16", "kv": "*bf16", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
+    "parts": "*fp32", "sums": "*fp32", "arrived": "*i32",
 }  # fmt: skip
+Configuration = tuple[Any, dict[str, Any], dict[str, Any]]
 UNALIGNED = ("scale",)
 ALIGNED = tuple(
-    {*POINTERS, "x_stride", "y_stride", "q_stride", "h_row", "h_plane", "span", "ranks", "K", "N0", "N1", "N2"}.difference(
-        UNALIGNED
-    )
+    {*POINTERS, "x_stride", "y_stride", "q_stride", "h_row", "h_plane", "span", "ranks", "K", "N0", "N1", "N2"} - {*UNALIGNED}
 )  # what the launch finds to be multiples of 16
 
 
-def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
-    """{name: (kernel, constants, warps, stages)} of everything that serving launches, for the qkv group.
+def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configuration]:
+    """{name: (kernel, constants, options)} of everything that serving launches, for the qkv group.
 
     `ragged` ones make no promise about sizes; `upcast` ones are for pools of fp32.
     """
     common = {"ALIGN": 1 if ragged else 16, "EARLY": True, "UPCAST": upcast}
-    found: dict[str, tuple[Any, dict[str, Any], int, int]] = {}
+    found: dict[str, Configuration] = {}
     for plan, tile in TILES.items():
         sizes, shrink, expand = {"M": tile.rows, "R": tile.ranks}, SHRINKS[plan], EXPANDS[plan]
         constants = {**common, **sizes, "BK": shrink.block, "WIDE": shrink.wide, "FEW": tile.few, "WHOLE_K": not ragged}
-        found[f"shrink, {plan}"] = (lora_shrink, constants, shrink.warps, shrink.stages)
+        found[f"shrink, {plan}"] = (lora_shrink, constants, _options(shrink))
         constants = {**common, **sizes, "S": 3, "BN": tile.columns, "FEW": tile.few, "AREA": tile.area}
         constants |= {"PLANES": MOST_SPLITS if tile.few else 0, "ADD": True, "WHOLE_N": not ragged}
-        found[f"expand, {plan}"] = (lora_expand, constants, expand.warps, expand.stages)
+        found[f"expand, {plan}"] = (lora_expand, constants, _options(expand))
     return found
 
 
-def attention(rows: int, context: int, *, upcast: bool) -> tuple[Any, dict[str, Any], int, int]:
-    """Paged attention of Llama 8B with tiles of `rows` and steps of `context`."""
-    constants = {"HEADS": 32, "KV_HEADS": 8, "G": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": rows, "BN": context}
-    return paged_attention, {**constants, "UPCAST": upcast}, WARPS, STAGES
+def attention(kind: str, *, divided: bool) -> Configuration:
+    """Paged attention of Llama 8B, with contexts in several shares if they are `divided`."""
+    launch = LAUNCHES[kind]
+    constants = {"HEADS": 32, "KV_HEADS": 8, "G": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": launch.rows, "BN": launch.context}
+    constants |= {"LEAST": SPLITTING.least if divided else 0, "CHUNK": launch.joined // (4 * 128), "UPCAST": kind == "fp32"}
+    return paged_attention, constants, _options(launch)
 
 
-def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
+def _options(launch: Any) -> dict[str, Any]:
+    found = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
+    registers = getattr(launch, "registers", None)
+    return found if registers is None else {**found, "maxnreg": registers}
+
+
+def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Registers and local memory of the machine code, shared memory, and how global memory is read."""
     names, pointers = kernel.arg_names, POINTERS
     if constants["UPCAST"]:
@@ -64,7 +72,6 @@ def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in ALIGNED}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = built.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -92,7 +99,6 @@ if __name__ == "__main__":
     found |= {f"{name}, ragged": resources(*configuration) for name, configuration in configurations(ragged=True).items()}
     in_fp32 = configurations(ragged=False, upcast=True)
     found |= {f"{name}, fp32": resources(*configuration) for name, configuration in in_fp32.items()}
-    for kind, rows in ROWS.items():
-        found[f"attention, {kind}"] = resources(*attention(rows, CONTEXT, upcast=False))
-    found["attention, fp32"] = resources(*attention(ROWS_FP32, CONTEXT_FP32, upcast=True))
+    found |= {f"attention, {kind}": resources(*attention(kind, divided=False)) for kind in LAUNCHES}
+    found |= {f"attention, {kind}, divided": resources(*attention(kind, divided=True)) for kind in ("decode", "fp32")}
     print(json.dumps(found, indent=2))
