@@ -4,6 +4,7 @@
     LoraPool(shapes, ..)   LoraBatch.build(pool, row_slot)      start_lora(x, pool, layer, group, batch)
                                                                 add_lora(y, x, pool, layer, group, batch)
     KvCache(layers=, ..)   AttentionBatch.build(cache, ..)      attend(qkv, cache, layer, batch, heads=, window=)
+                                                                attend_stored(...) where K and V are stored
 
 Semantics of `add_lora`, for every projection s of the group (its columns of y are `out_s`), every row i with slot
 a = row_slot[i] >= 0, when adapter a has projection s:
@@ -20,13 +21,13 @@ change a row's result by rounding only. Pool memory that the row's adapter does 
 
 The pool's device selects the implementation: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU. kernels/cpu
 contains compiled whole steps for CPUs. kernels/device copies adapters to a GPU beside the steps; CPU LoRA processes compute
-missing layers meanwhile.
+missing layers meanwhile. kernels/pointwise has the small operations between a layer's products, for both devices.
 
 This package needs torch and no other package of Motet. (`transformers` looks for a hub package of the same import name; a test
 asserts that it does not mistake this one for it.)
 """
 
-from motet.kernels.attention import AttentionBatch, KvCache, attend
+from motet.kernels.attention import AttentionBatch, KvCache, attend, attend_stored
 from motet.kernels.lora import LoraBatch, add_lora, prepare_lora, start_lora
 from motet.kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PackedLora, PoolFull
 
@@ -41,6 +42,7 @@ __all__ = [
     "PoolFull",
     "add_lora",
     "attend",
+    "attend_stored",
     "prepare_lora",
     "start_lora",
 ]

@@ -114,8 +114,12 @@ class KvCache:
                 expect(layer[self.blocks : blocks])
         self.blocks = blocks
 
+    def tokens(self, layer: int) -> torch.Tensor:
+        """A layer's memory by slot (block * block_size + offset): [slots, 2, kv_heads, head_dim]. Not in int8."""
+        return self._tokens[layer]
+
     def write(self, layer: int, kv_slots: torch.Tensor, kv: torch.Tensor) -> None:
-        """Store `kv` [rows, 2, kv_heads, head_dim] at `kv_slots`, int64 [rows] (block * block_size + offset)."""
+        """Store `kv` [rows, 2, kv_heads, head_dim] at `kv_slots`, int64 [rows]."""
         self._tokens[layer].index_copy_(0, kv_slots, kv)
 
     def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
@@ -239,7 +243,15 @@ class AttentionBatch:
 def attend(
     qkv: torch.Tensor, cache: KvCache, layer: int, batch: AttentionBatch, *, heads: int, window: int = 0
 ) -> torch.Tensor:
-    """Store this step's K and V, then attend. Returns [rows, heads * head_dim].
+    """Store this step's K and V, then attend as `attend_stored` does."""
+    cache.write(layer, batch.kv_slots, qkv[:, heads:].unflatten(1, (2, -1)))
+    return attend_stored(qkv, cache, layer, batch, heads=heads, window=window)
+
+
+def attend_stored(
+    qkv: torch.Tensor, cache: KvCache, layer: int, batch: AttentionBatch, *, heads: int, window: int = 0
+) -> torch.Tensor:
+    """Attend. The cache has this step's K and V already. Returns [rows, heads * head_dim].
 
     qkv [rows, heads + 2 * kv_heads, head_dim] with rotary embedding already applied: q heads, then k, then v. Query head
     h reads KV head h // (heads // kv_heads). Scores are scaled by head_dim ** -0.5. Row i sees its own sequence's
@@ -247,7 +259,6 @@ def attend(
     """
     rows, _, head_dim = qkv.shape
     q, kv = qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, -1))
-    cache.write(layer, batch.kv_slots, kv)
     if batch.library is not None:
         return batch.library.attend(q, layer, window).flatten(1)
     out = qkv.new_empty(rows, heads, head_dim)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from motet.kernels import reference
+from motet.kernels.pointwise import Delta
 from motet.kernels.pool import LoraPool
 
 
@@ -46,18 +47,21 @@ def prepare_lora(pool: LoraPool) -> None:
     _kernels(pool).prepare(pool)
 
 
-def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
-    """Start the first half of add_lora beside other work; `x` must not change until add_lora. Optional.
+def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> Delta | None:
+    """Begin add_lora beside other work; `x` must not change until add_lora. Optional.
 
-    On a GPU the first half runs on a side stream. Elsewhere this does nothing.
+    On a GPU it runs on a side stream. A returned Delta is the adapters' part of the result, valid after add_lora, which then
+    has nothing to add: whoever reads `y` adds it. Elsewhere this does nothing.
     """
-    batch.uses.start_lora(x, pool, layer, group, batch.plan)
+    found: Delta | None = batch.uses.start_lora(x, pool, layer, group, batch.plan)
+    return found
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
     """Add the adapters' part of one fused projection group to `y` in place; see the package's docstring for the formula.
 
-    `y` [rows, sum of out], `x` [rows, in], both of the pool's type and device.
+    `y` [rows, sum of out], `x` [rows, in], both of the pool's type and device. After a start_lora that returned a Delta `y` is
+    left as it is.
     """
     batch.uses.add_lora(y, x, pool, layer, group, batch.plan)
 

@@ -28,6 +28,7 @@ STEPS = 12
 SHOWN = 30  # kernels
 KINDS = {
     "lora": r"lora_",
+    "between products": r"add_norm|rotate_and_store|silu_mul",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|mm_|linear|addmm|splitk",
     "attention": r"fmha|flash|attention|softmax|bmm|sdpa",
     "gathering": r"index|gather|scatter|copy|fill|cat|memcpy|memset",

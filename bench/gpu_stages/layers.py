@@ -14,7 +14,7 @@ import torch
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.pool import MODULES, PAGE_RANKS
 from motet.kernels.triton import LoraBatch, add_lora, start_lora
-from motet.kernels.triton.lora import delta_lora, join
+from motet.kernels.triton.lora import Beside
 
 Start = Callable[[int, str, torch.Tensor], object]
 Finish = Callable[[int, str, torch.Tensor, torch.Tensor], None]
@@ -84,15 +84,15 @@ WAYS: tuple[Way, ...] = ("after", "beside", "apart")
 def batched(pool: LoraPool, batch: LoraBatch, way: Way = "after") -> tuple[Start | None, Finish]:
     """Our kernels."""
 
+    beside: Beside = "all" if way == "apart" else "shrink"
+
     def before(layer: int, group: str, x: torch.Tensor) -> None:
-        start_lora(x, pool, layer, group, batch)
+        start_lora(x, pool, layer, group, batch, beside)
 
     def after(layer: int, group: str, y: torch.Tensor, x: torch.Tensor) -> None:
         add_lora(y, x, pool, layer, group, batch)
 
-    if way == "apart":
-        return lambda layer, group, x: delta_lora(x, pool, layer, group, batch), lambda layer, group, y, x: join(batch)
-    return before if way == "beside" else None, after
+    return None if way == "after" else before, after
 
 
 class _Stacks:

@@ -2,6 +2,7 @@
 
 device.py      the kernels
 attention.py   paged attention
+pointwise.py   norms, rotation and activation between a layer's products
 batch.py       a step's work list, once per batch
 lora.py        the plans, their launch constants, add_lora
 baselines.py   kernels to compare with: padded BGMV, per-token MBGMV

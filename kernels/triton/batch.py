@@ -138,7 +138,7 @@ def _counting(counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def most_tiles(pool: LoraPool, modules: tuple[str, ...], tile: Tile, groups: int) -> int:
+def _most_tiles(pool: LoraPool, modules: tuple[str, ...], tile: Tile, groups: int) -> int:
     """An upper bound of the number of tiles."""
     narrowest = min(tile.columns, tile.area // (4 * tile.ranks)) if tile.few else tile.columns
     return groups * sum(-(-pool.shapes[name][1] // narrowest) for name in modules)
@@ -181,9 +181,7 @@ class PackedBatch:
             self._section((2,), torch.int32)
             self._section((segments, 4), torch.int32)
             self._section((items, 4), torch.int32)
-            self._section(
-                (most_tiles(pool, modules, tile, max_groups) if max_rows else len(work.parts[name].tiles), 2), torch.int32
-            )
+            self._section((_most_tiles(pool, modules, tile, max_rows) or len(work.parts[name].tiles), 2), torch.int32)
             self._section((items, tile.ranks // PAGE_RANKS), torch.int64)
             self._section((pool.layers, segments), torch.float32)
         self._buffer = torch.empty(self._bytes, dtype=torch.uint8, device=device)
@@ -191,7 +189,8 @@ class PackedBatch:
         self.rows, self.adapted = views[:2]
         self.parts = {}
         for i, (name, max_items) in enumerate(limits.items()):
-            self.parts[name] = GroupTensors(*views[2 + 6 * i : 8 + 6 * i], max_items)
+            header, spans, work_items, tiles, pages, scales = views[2 + 6 * i : 8 + 6 * i]
+            self.parts[name] = GroupTensors(header, spans, work_items, tiles, pages, scales, max_items)
         self.fill(work)
 
     def fill(self, work: WorkList) -> None:

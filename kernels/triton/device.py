@@ -13,7 +13,7 @@
   graph, serves every batch that fits the buffers.
 - What a work item needs to know stands in one line of `items` or `segments`, so that its loads do not wait for each other.
 - EARLY (from sm_90 on): a launch begins before the one ahead of it on the stream is over (programmatic dependent launch). It
-  reads weights and work lists, which no kernel writes, waits until the launch ahead is over, and then reads and writes the rest.
+  reads weights and work lists, which no kernel writes, waits for the launch ahead, and then reads and writes the rest.
 - Rows are gathered by `rows`. Masked elements are never read from the pool, so memory that an adapter does not own cannot
   change a result.
 
@@ -249,7 +249,7 @@ def lora_expand(
         at_layer = tl.multiple_of(layer * PAGE_RANKS * (K + width).to(tl.int64) + PAGE_RANKS * K, 8)
         h_segment = h + s * ranks
         if blocks > 0 or not ADD:
-            if FEW == 0:
+            if FEW == 0:  # noqa: SIM114 (a constant: then the branches below are not compiled)
                 _expand_many(
                     y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
                     item_pages, item, blocks, first, count, M, R, BN, PLANES, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,

@@ -2,8 +2,9 @@
 
 Two plans over the same kernels, shrink and expand (kernels/triton/device.py):
 
-    decode     groups of up to 16 rows; `start_lora` puts the shrink on a side stream, beside the base model's product
-    prefill    groups of up to 64 rows: steps with a prompt in them
+    decode     groups of up to 16 rows; both kernels run on a side stream, beside the base model's product, and their result is
+               added by the small operation that reads it next (kernels/pointwise.py)
+    prefill    groups of up to 64 rows: steps with a prompt in them. Shrink runs beside the product, expand adds to its result
 
 The constants are fixed: nothing is tuned while serving. They were chosen on an H200 (bench/results/gpu.md); a test checks
 registers and load widths of the kernels compiled for sm_90 (tests/kernels/test_triton_compiled.py).
@@ -11,6 +12,7 @@ registers and load widths of the kernels compiled for sm_90 (tests/kernels/test_
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -19,11 +21,14 @@ import numpy as np
 import torch
 import triton
 
+from motet.kernels.pointwise import Delta
 from motet.kernels.pool import GROUPS, LoraPool
 from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, Tile, WorkList, split_k_for, tile_for, work_list
 from motet.kernels.triton.device import lora_expand, lora_shrink
 
 LaunchPlan = Literal["decode", "prefill"]
+Beside = Literal["shrink", "all"]  # what runs beside the base model's product
+BESIDE: dict[LaunchPlan, Beside] = {"decode": "all", "prefill": "shrink"}
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
 TILES: dict[LaunchPlan, Tile] = {"decode": DECODE, "prefill": PREFILL}
@@ -72,7 +77,7 @@ class LoraBatch:
         planes = max(splits * len(GROUPS[group]) for group, (splits, _) in self.splits.items())
         self.h = torch.empty(planes * self.packed.positions * self.ranks, dtype=torch.float32, device=device)
         self.side = _side_stream(device)
-        self.shrunk: tuple[int, str] | None = None  # what the side stream is working on
+        self.started: Beside | None = None  # by start_lora, of the group under way
 
     @staticmethod
     def build(pool: LoraPool, row_slot: np.ndarray, plan: LaunchPlan | None = None, *, group_rows: int = 0) -> LoraBatch:
@@ -117,62 +122,46 @@ def prepare(pool: LoraPool) -> None:
         for group in GROUPS:
             fan_in, *outs = _sizes(pool, group)
             x, y = (pool.arena.new_zeros(1, size) for size in (fan_in, sum(outs)))
+            start_lora(x, pool, 0, group, batch)
             add_lora(y, x, pool, 0, group, batch)
 
 
-def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
+def start_lora(
+    x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch, beside: Beside | None = None
+) -> Delta | None:
     """Begin the adapters' part of one projection group beside the next work of the current stream; add_lora finishes it.
 
-    `x` must not change until then.
+    With all of it `beside`, which is the default of decode steps, returns that part, valid after add_lora, which then has
+    nothing to add; else None. `x` must not change until add_lora.
     """
-    if batch.side is None or not _has_work(batch, group):
-        return
-    current = torch.cuda.current_stream(x.device)
-    batch.side.wait_stream(current)
-    with torch.cuda.stream(batch.side):
+    if not _has_work(batch, group):
+        return None
+    batch.started = beside or BESIDE[batch.plan]
+    delta = x.new_empty(x.shape[0], sum(_sizes(pool, group)[1:])) if batch.started == "all" else None
+    if batch.side is not None:
+        batch.side.wait_stream(torch.cuda.current_stream(x.device))
+    with nullcontext() if batch.side is None else torch.cuda.stream(batch.side):
         _shrink(x, pool, layer, group, batch)
-    batch.shrunk = (layer, group)
+        if delta is not None:
+            _expand(delta, pool, layer, group, batch, add=False)
+    return None if delta is None else Delta(delta, batch.packed.adapted)
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
     """Add the adapters' part of one fused projection group to `y` in place; see the package `kernels` for the formula.
 
-    `y` [rows, sum of out], `x` [rows, in], both of the pool's type and device, rows contiguous.
+    `y` [rows, sum of out], `x` [rows, in], both of the pool's type and device, rows contiguous. What start_lora has begun is
+    finished instead.
     """
     if not _has_work(batch, group):
         return
-    if batch.side is not None and batch.shrunk == (layer, group):
+    started, batch.started = batch.started, None
+    if started is None:
+        _shrink(x, pool, layer, group, batch)
+    elif batch.side is not None:
         torch.cuda.current_stream(y.device).wait_stream(batch.side)
-        batch.shrunk = None
-    else:
-        _shrink(x, pool, layer, group, batch)
-    _expand(y, pool, layer, group, batch)
-
-
-def delta_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> torch.Tensor | None:
-    """The adapters' part of one projection group, computed beside the next work of the current stream until `join`.
-
-    [rows, sum of out] of the pool's type, of which only the rows with `batch.packed.adapted` are written. None without any
-    adapter. `x` must not change until `join`.
-    """
-    if not _has_work(batch, group):
-        return None
-    delta = x.new_empty(x.shape[0], sum(_sizes(pool, group)[1:]))
-    if batch.side is None:
-        _shrink(x, pool, layer, group, batch)
-        _expand(delta, pool, layer, group, batch, add=False)
-        return delta
-    batch.side.wait_stream(torch.cuda.current_stream(x.device))
-    with torch.cuda.stream(batch.side):
-        _shrink(x, pool, layer, group, batch)
-        _expand(delta, pool, layer, group, batch, add=False)
-    return delta
-
-
-def join(batch: LoraBatch) -> None:
-    """Later work of the current stream comes after `delta_lora`."""
-    if batch.side is not None:
-        torch.cuda.current_stream(batch.h.device).wait_stream(batch.side)
+    if started != "all":
+        _expand(y, pool, layer, group, batch)
 
 
 def _has_work(batch: LoraBatch, group: str) -> bool:

@@ -77,6 +77,21 @@ def test_programs_that_divide_contexts_run_all_at_a_time(compiled: dict[str, dic
     assert used["shared_bytes"] * SPLITTING.programs <= SHARED_BYTES_PER_MULTIPROCESSOR
 
 
+@pytest.mark.parametrize("shapes", ["8B", "ragged", "largest"])
+@pytest.mark.parametrize("name", ["norm", "add_norm", "rotate_and_store", "silu_mul"])
+def test_operations_between_products_do_not_spill_and_move_16_bytes(
+    compiled: dict[str, dict[str, Any]], name: str, shapes: str
+) -> None:
+    kinds = [kind for kind in compiled if kind.split(",")[0] == name and shapes in kind]
+    assert kinds
+    for kind in kinds:
+        used = compiled[kind]
+        assert used["local_bytes"] == 0
+        if name != "silu_mul" or shapes != "ragged":  # its rows do not begin at multiples of 16 bytes
+            assert used["loads_16"] > 0 and used["stores_16"] > 0
+            assert used["loads_16_bits"] == used["stores_16_bits"] == 0
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 @pytest.mark.parametrize("kind", ["ragged", "fp32"])
 def test_shapes_without_promises_and_fp32_compile_too(compiled: dict[str, dict[str, Any]], name: str, kind: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.triton import LoraBatch, add_lora, baselines, prepare, start_lora
 from motet.kernels.triton import lora as launches
-from motet.kernels.triton.lora import LaunchPlan, delta_lora, join
+from motet.kernels.triton.lora import LaunchPlan
 from tests.kernels.test_lora import (
     MODULES,
     Adapter,
@@ -124,36 +124,39 @@ def test_a_reserved_batch_takes_one_step_after_another() -> None:
         assert_follows_the_formula(pool, held, row_slot, reserved, "o")
 
 
-def test_starting_early_changes_nothing() -> None:
+def test_shrinking_early_changes_nothing() -> None:
     pool, _ = gpu_pool((16, 40))
     batch = LoraBatch.build(pool, np.array([0, 1, -1], dtype=np.int32))
     y, x = (tensor.to(DEVICE) for tensor in random_io("o", 3))
     at_once, started = y.clone(), y.clone()
     add_lora(at_once, x, pool, 0, "o", batch)
-    start_lora(x, pool, 0, "o", batch)
+    assert start_lora(x, pool, 0, "o", batch, "shrink") is None
     add_lora(started, x, pool, 0, "o", batch)
     assert torch.equal(at_once, started)
 
 
-def test_the_adapters_part_alone_is_what_is_added_and_other_rows_are_not_written() -> None:
-    pool, held = gpu_pool((16, 40))
+def test_the_part_computed_apart_is_what_is_added_and_rows_of_the_base_do_not_count() -> None:
+    pool, _ = gpu_pool((16, 40))
+    pool.arena = pool.arena.cpu()
     load(pool, 2, random_adapter(random.Random(0), {"q_proj": 8}))
     pool.arena = pool.arena.to(DEVICE)
     slots = np.array([0, -1, 1, 2, *[1] * 9], dtype=np.int32)
     batch = LoraBatch.build(pool, slots)
     for group in GROUPS:
-        _, x = random_io(group, len(slots))
-        zeros = torch.zeros(len(slots), sum(pool.shapes[module][1] for module in GROUPS[group]))
-        want = zeros.clone().to(DEVICE)
-        add_lora(want, x.to(DEVICE), pool, 0, group, batch)
-        got = delta_lora(x.to(DEVICE), pool, 0, group, batch)
-        join(batch)
-        assert got is not None
-        adapted = batch.packed.adapted.bool()
-        assert adapted.tolist() == (slots >= 0).tolist()
-        assert torch.equal(got[adapted], want[adapted])
-    nothing = LoraBatch.build(pool, np.full(2, -1, dtype=np.int32))
-    assert delta_lora(x[:2].to(DEVICE), pool, 0, "down", nothing) is None
+        y, x = (tensor.to(DEVICE) for tensor in random_io(group, len(slots)))
+        before, want = y.clone(), torch.zeros_like(y)
+        add_lora(want, x, pool, 0, group, batch)
+        delta = start_lora(x, pool, 0, group, batch)
+        add_lora(y, x, pool, 0, group, batch)
+        assert delta is not None and torch.equal(y, before)
+        assert delta.adapted.tolist() == (slots >= 0).tolist()
+        assert torch.equal(delta.values[delta.adapted.bool()], want[delta.adapted.bool()])
+
+
+def test_a_step_of_the_base_alone_starts_nothing() -> None:
+    pool, _ = gpu_pool((16,))
+    _, x = random_io("o", 2)
+    assert start_lora(x.to(DEVICE), pool, 0, "o", LoraBatch.build(pool, np.full(2, -1, dtype=np.int32))) is None
 
 
 def test_a_row_has_the_same_sums_whatever_else_is_in_the_decode_step() -> None:
@@ -174,7 +177,9 @@ def test_preparing_runs_every_kernel_of_serving_once_and_reads_no_weight(monkeyp
     launched = []
     for name in ("_shrink", "_expand"):
         call = getattr(launches, name)
-        monkeypatch.setattr(launches, name, lambda *args, name=name, call=call: (launched.append(name), call(*args)))
+        monkeypatch.setattr(
+            launches, name, lambda *args, name=name, call=call, **how: (launched.append(name), call(*args, **how))
+        )
     prepare(pool)
     assert launched == ["_shrink", "_expand"] * 2 * len(GROUPS)
     assert torch.equal(pool.arena.view(torch.int32), before.view(torch.int32))

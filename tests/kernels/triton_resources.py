@@ -19,18 +19,24 @@ from motet.kernels.triton.attention import LAUNCHES, SPLITTING
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink
 from motet.kernels.triton.lora import EXPANDS, MOST_SPLITS, SHRINKS, TILES
+from motet.kernels.triton.pointwise import COLUMNS, COLUMNS_WARPS, GROUP, head_launch, norm_launch
+from motet.kernels.triton.pointwise_kernels import add_norm, rotate_and_store, silu_mul
 
 POINTERS = {
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "segments": "*i32",
     "items": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32",
     "q": "*bf16", "out": "*bf16", "kv": "*bf16", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
     "parts": "*fp32", "sums": "*fp32", "arrived": "*i32",
+    "values": "*bf16", "adapted": "*i32", "weight": "*bf16", "qkv": "*bf16", "cos": "*bf16", "sin": "*bf16",
+    "qk_norm": "*bf16", "kv_slots": "*i64", "gate_up": "*bf16", "eps": "fp32",
 }  # fmt: skip
 Configuration = tuple[Any, dict[str, Any], dict[str, Any]]
-UNALIGNED = ("scale",)
+UNALIGNED = ("scale", "eps", "adapted", "kv_slots")
 ALIGNED = tuple(
     {*POINTERS, "x_stride", "y_stride", "q_stride", "h_row", "h_plane", "span", "ranks", "K", "N0", "N1", "N2"} - {*UNALIGNED}
 )  # what the launch finds to be multiples of 16
+
+BETWEEN_PRODUCTS = {"8B": (4096, 32, 128, 14336), "ragged": (3000, 28, 96, 8190), "largest": (16384, 128, 256, 53248)}
 
 
 def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configuration]:
@@ -64,10 +70,29 @@ def _options(launch: Any) -> dict[str, Any]:
     return found if registers is None else {**found, "maxnreg": registers}
 
 
-def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def between_products(hidden: int, heads: int, head_dim: int, mlp: int) -> dict[str, Configuration]:
+    """The same of the operations between products, with 8 KV heads: without anything optional, and with all of it."""
+    nothing = {"values": None, "adapted": None}
+    block, warps = norm_launch(hidden)
+    add = {"HIDDEN": hidden, "BLOCK": block}
+    half, head_warps = head_launch(head_dim)
+    rotate = {"HEADS": heads, "KV_HEADS": 8, "D": head_dim, "GROUP": GROUP, "HALF": half}
+    silu = {"MLP": mlp, "BLOCK": COLUMNS}
+    return {
+        "norm": (add_norm, {**add, **nothing, "y": None}, {"num_warps": warps}),
+        "add_norm": (add_norm, {**add, **nothing}, {"num_warps": warps}),
+        "add_norm, delta": (add_norm, add, {"num_warps": warps}),
+        "rotate_and_store": (rotate_and_store, {**rotate, **nothing, "qk_norm": None}, {"num_warps": head_warps}),
+        "rotate_and_store, delta": (rotate_and_store, rotate, {"num_warps": head_warps}),
+        "silu_mul": (silu_mul, {**silu, **nothing}, {"num_warps": COLUMNS_WARPS}),
+        "silu_mul, delta": (silu_mul, silu, {"num_warps": COLUMNS_WARPS}),
+    }
+
+
+def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any], *, fp32: bool = False) -> dict[str, Any]:
     """Registers and local memory of the machine code, shared memory, and how global memory is read."""
     names, pointers = kernel.arg_names, POINTERS
-    if constants["UPCAST"]:
+    if fp32 or constants.get("UPCAST"):
         pointers = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in ALIGNED}
@@ -101,4 +126,8 @@ if __name__ == "__main__":
     found |= {f"{name}, fp32": resources(*configuration) for name, configuration in in_fp32.items()}
     found |= {f"attention, {kind}": resources(*attention(kind, divided=False)) for kind in LAUNCHES}
     found |= {f"attention, {kind}, divided": resources(*attention(kind, divided=True)) for kind in ("decode", "fp32")}
+    for kind, shapes in BETWEEN_PRODUCTS.items():
+        for name, configuration in between_products(*shapes).items():
+            found[f"{name}, {kind}"] = resources(*configuration)
+            found[f"{name}, {kind}, fp32"] = resources(*configuration, fp32=True)
     print(json.dumps(found, indent=2))

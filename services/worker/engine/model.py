@@ -4,7 +4,9 @@ x = embed(tokens)                                       [rows, hidden], the resi
 per layer   qkv = norm(x) Wqkv (+ LoRA)                 one matrix, columns q | k | v
             q, k = rope(qk_norm(q, k));  x += o(attend(qkv)) (+ LoRA)
             x += down(silu(gate) * up) (+ LoRA)         gate | up is one matrix too
-logits = lm_head(norm(x[logit_rows]))                   float32
+logits = lm_head(norm(x)[logit_rows])                   float32
+
+What lies between the products is plain torch on a CPU and fused kernels on a GPU (kernels/pointwise.py).
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from motet.kernels import AttentionBatch, KvCache, LoraBatch, LoraPool, add_lora, attend, start_lora
+from motet.kernels import AttentionBatch, KvCache, LoraBatch, LoraPool, add_lora, attend_stored, start_lora
 from motet.kernels.device import AssistedStep
+from motet.kernels.pointwise import Delta, kernels_for
 from motet.services.worker.engine.linear import Linear
-from motet.services.worker.engine.loader import LayerWeights, ModelWeights
+from motet.services.worker.engine.loader import ModelWeights
 from motet.services.worker.engine.model_config import ModelConfig, RopeConfig
 
 
@@ -28,6 +31,21 @@ class Model:
         self.config = config
         self.weights = weights
         self._rope = RotaryEmbedding(config.rope, config.head_dim, weights.embed.dtype, weights.embed.device)
+        self._pointwise = kernels_for(weights.embed.device)
+
+    def prepare(self) -> None:
+        """Do what the first step would otherwise wait for: on a GPU the fused kernels are compiled and loaded."""
+        config, embed = self.config, self.weights.embed
+        self._pointwise.prepare(
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            mlp=config.intermediate_size,
+            qk_norm=any(layer.qk_norm is not None for layer in self.weights.layers),
+            dtype=embed.dtype,
+            device=embed.device,
+        )
 
     def forward(
         self,
@@ -43,36 +61,26 @@ class Model:
 
         `token_ids`, `positions`: int64 [rows]. `lora` is an AssistedStep when adapters of the step are being copied.
         """
-        config, weights = self.config, self.weights
+        config, weights, pointwise, eps = self.config, self.weights, self._pointwise, self.config.rms_norm_eps
         x = F.embedding(token_ids, weights.embed)
         cos, sin = self._rope.at(positions)
+        y, delta = None, None  # the part of the residual stream that is not added to x yet
         for i, layer in enumerate(weights.layers):
             project = _Projections(pool, i, lora)
-            h = self._norm(x, layer.input_norm)
-            qkv = self._rotate(project(layer.qkv, h, "qkv"), layer, cos, sin)
-            h = attend(qkv, cache, i, attention, heads=config.num_heads, window=config.windows[i])
-            x = x.add_(project(layer.o, h, "o"))
-
-            h = self._norm(x, layer.post_norm)
-            gate, up = project(layer.gate_up, h, "gate_up").chunk(2, dim=-1)
-            h = F.silu(gate).mul_(up)
-            x = x.add_(project(layer.down, h, "down"))
-        x = self._norm(x.index_select(0, logit_rows), weights.norm)
-        return weights.lm_head(x).float()
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
-
-    def _rotate(self, qkv: torch.Tensor, layer: LayerWeights[Linear], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Normalise (where the family does) and rotate q and k in place: [rows, columns] -> [rows, all heads, head_dim]."""
-        config = self.config
-        qkv = qkv.unflatten(1, (-1, config.head_dim))
-        qk = qkv[:, : config.num_heads + config.num_kv_heads]
-        if layer.qk_norm is not None:
-            qk.copy_(F.rms_norm(qk, (config.head_dim,), eps=config.rms_norm_eps).mul_(layer.qk_norm))
-        half_turned = qk.roll(config.head_dim // 2, dims=-1)
-        qk.mul_(cos).addcmul_(half_turned, sin)
-        return qkv
+            h = pointwise.add_norm(x, y, layer.input_norm, eps=eps, delta=delta)
+            y, delta = project(layer.qkv, h, "qkv")
+            qkv, heads = y.unflatten(1, (-1, config.head_dim)), config.num_heads
+            pointwise.rotate_and_store(
+                qkv, cos, sin, cache, i, attention.kv_slots, heads=heads, qk_norm=layer.qk_norm, eps=eps, delta=delta
+            )
+            h = attend_stored(qkv, cache, i, attention, heads=heads, window=config.windows[i])
+            y, delta = project(layer.o, h, "o")
+            h = pointwise.add_norm(x, y, layer.post_norm, eps=eps, delta=delta)
+            y, delta = project(layer.gate_up, h, "gate_up")
+            h = pointwise.silu_mul(y, delta=delta)
+            y, delta = project(layer.down, h, "down")
+        x = pointwise.add_norm(x, y, weights.norm, eps=eps, delta=delta)
+        return weights.lm_head(x.index_select(0, logit_rows)).float()
 
 
 class _Projections:
@@ -85,15 +93,16 @@ class _Projections:
         self._assisted = lora if isinstance(lora, AssistedStep) else None
         self._lora = lora.layer(layer) if isinstance(lora, AssistedStep) else lora
 
-    def __call__(self, linear: Linear, x: torch.Tensor, group: str) -> torch.Tensor:
+    def __call__(self, linear: Linear, x: torch.Tensor, group: str) -> tuple[torch.Tensor, Delta | None]:
+        """The product, and what has to be added to it."""
         if self._assisted is not None:
             self._assisted.start(x, self._layer, group)
-        start_lora(x, self._pool, self._layer, group, self._lora)
+        delta = start_lora(x, self._pool, self._layer, group, self._lora)
         y = linear(x)
         add_lora(y, x, self._pool, self._layer, group, self._lora)
         if self._assisted is not None:
             self._assisted.collect(y, group)
-        return y
+        return y, delta
 
 
 class RotaryEmbedding:

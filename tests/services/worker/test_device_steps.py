@@ -17,6 +17,7 @@ import motet.kernels.triton
 import motet.services.worker.engine.torch_steps as torch_steps
 from bench.gpu_stages.shapes import write_config
 from motet.kernels.device import DeviceLoader, cuda_streams, numbered
+from motet.kernels.triton import pointwise
 from motet.kernels.triton.attention import PagedAttention
 from motet.kernels.triton.lora import INTERPRETED
 from motet.services.worker.engine.adapter_weights import HostAdapter
@@ -61,7 +62,7 @@ def test_steps_of_the_base_alone_have_graphs_without_lora(tmp_path: Path, monkey
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tensors here are the CPU's")
-@pytest.mark.parametrize("family", ["llama3", "mistral"])
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen3"])
 def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
     give_history(runner, twin)
     want = [twin.forward(step) for step in STEPS[:2]]
     monkeypatch.setattr(motet.kernels.lora, "_kernels", lambda pool: motet.kernels.triton)
+    monkeypatch.setattr(runner.steps._model, "_pointwise", pointwise)
     runner.memory.cache.library = PagedAttention(runner.memory.cache, heads=runner.config.num_heads)
     with torch.inference_mode():
         buffers = buffers_of(runner, (8, 16), scratch_block=runner.memory.cache.null_block - 1)

@@ -63,6 +63,7 @@ def torch_runner(
             assist = CpuAssist(library, memory.pool, cores=options.assist_cores, max_rows=options.assist_rows)
         beside = DeviceAssist(memory.pool, streams, library)
     model = Model(memory.config, weights_of(options, memory, Makers(_linear)))
+    model.prepare()
     prepare_lora(memory.pool)
     merged = None
     if options.merge:
