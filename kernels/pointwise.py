@@ -20,7 +20,7 @@ from motet.kernels.attention import KvCache
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is added to a product's result before it is used: `values` in the result's shape, layout and type.
+    """What is added to a product's result before it is used: `values`, as many as the result's, in its layout and type.
 
     `adapted`, int32 [rows], is 1 for rows that it counts for. What `values` holds in other rows changes nothing, even NaN.
     """
@@ -73,7 +73,7 @@ def rotate_and_store(
 ) -> None:
     """Add the delta, normalise and rotate q and k, all in place, and write K and V to the cache at `kv_slots`, int64 [rows].
 
-    qkv [rows, heads + 2 * kv_heads, head_dim] contiguous: q heads, then k, then v; `delta` in the same shape. cos, sin [rows,
+    qkv [rows, heads + 2 * kv_heads, head_dim] contiguous: q heads, then k, then v. cos, sin [rows,
     1, head_dim]: q becomes q cos + roll(q, head_dim / 2) sin. With `qk_norm` [heads + kv_heads, head_dim] every q and k head
     is divided by its rms and multiplied by its weight first.
     """
@@ -97,5 +97,5 @@ def _with(y: torch.Tensor, delta: Delta | None) -> torch.Tensor:
     """`y` plus its delta, in place."""
     if delta is not None:
         counts = delta.adapted.view(-1, *[1] * (y.dim() - 1)) != 0
-        y.add_(delta.values.masked_fill(~counts, 0.0))
+        y.add_(delta.values.view_as(y).masked_fill(~counts, 0.0))
     return y
