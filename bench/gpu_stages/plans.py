@@ -22,7 +22,7 @@ RANKS = [8, 16, 64, 128, 24, 12]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of y
 ROWS = (7, 200)  # the second fills large tiles
 ROOT = Path(__file__).parents[2]
-TESTS = ["test_triton_lora", "test_triton_attention", "test_triton_batch", "test_device"]
+TESTS = ["test_triton_lora", "test_triton_attention", "test_triton_batch", "test_device", "test_staging"]
 
 
 class Plans:

@@ -4,6 +4,7 @@ device.py      the kernels
 attention.py   paged attention
 batch.py       a step's work list, once per batch
 lora.py        the plans, their launch constants, add_lora
+scatter.py     the pages of an adapter's layer to their places
 baselines.py   kernels to compare with: padded BGMV, per-token MBGMV
 """
 

@@ -17,6 +17,8 @@ import pytest
 
 from motet.kernels.triton.attention import ROWS as ATTENTION_ROWS
 from motet.kernels.triton.lora import TICKETED, TILES
+from motet.kernels.triton.scatter import BLOCK as SCATTER_BLOCK
+from motet.kernels.triton.scatter import WARPS as SCATTER_WARPS
 
 ROOT = Path(__file__).parents[2]
 LAUNCHES = {f"{half} {rows} rows": launch for (rows, half), launch in TILES.items()} | {"ticketed 16 rows": TICKETED}
@@ -66,6 +68,13 @@ def test_attention_does_not_spill_and_reads_in_pieces_of_16_bytes(compiled: dict
     assert used["local_bytes"] == compiled["attention, fp32"]["local_bytes"] == 0
     assert used["copies_16"] + used["loads_16"] > 0 and used["loads_16_bits"] == 0
     assert used["products"] > 0
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_layers_are_scattered_in_pieces_of_16_bytes_only(compiled: dict[str, dict[str, Any]], kind: str) -> None:
+    used = compiled[f"scatter, {kind}"]
+    assert used["local_bytes"] == 0
+    assert used["loads_16"] == used["stores_16"] == SCATTER_BLOCK * 8 // (SCATTER_WARPS * 32 * 16)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

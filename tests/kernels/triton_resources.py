@@ -19,11 +19,15 @@ from motet.kernels.triton.attention import CONTEXT, CONTEXT_FP32, ROWS, ROWS_FP3
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
 from motet.kernels.triton.lora import TICKETED, TILES
+from motet.kernels.triton.scatter import BLOCK as SCATTER_BLOCK
+from motet.kernels.triton.scatter import WARPS as SCATTER_WARPS
+from motet.kernels.triton.scatter import scatter_kernel
 
 POINTERS = {
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "groups": "*i32", "segments": "*i32",
     "item_segment": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32", "counters": "*i32",
     "q": "*bf16", "out": "*bf16", "kv": "*bf16", "count": "*i32", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
+    "pieces": "*i64", "source": "*i64", "target": "*i64",
 }  # fmt: skip
 UNALIGNED = ("scale",)
 ALIGNED = tuple(
@@ -65,7 +69,7 @@ def attention(rows: int, context: int, *, upcast: bool) -> tuple[Any, dict[str, 
 def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
     """Registers and local memory of the machine code, shared memory, and how global memory is read."""
     names, pointers = kernel.arg_names, POINTERS
-    if constants["UPCAST"]:
+    if constants.get("UPCAST"):
         pointers = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in ALIGNED}
@@ -88,7 +92,7 @@ def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -
         "copies_narrow": len(re.findall(r"cp\.async\.ca\.", ptx)),
         "loads_16": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", ptx)),
         "loads_16_bits": len(re.findall(r"ld\.global[.\w:]*\.b16", ptx)),
-        "stores_16": len(re.findall(r"st\.global[.\w:]*\.v4\.b32", ptx)),
+        "stores_16": len(re.findall(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b64", ptx)),
         "stores_16_bits": len(re.findall(r"st\.global[.\w:]*\.b16", ptx)),
     }
 
@@ -101,4 +105,6 @@ if __name__ == "__main__":
     for kind, rows in ROWS.items():
         found[f"attention, {kind}"] = resources(*attention(rows, CONTEXT, upcast=False))
     found["attention, fp32"] = resources(*attention(ROWS_FP32, CONTEXT_FP32, upcast=True))
+    for kind, unit in (("bf16", 2), ("fp32", 4)):
+        found[f"scatter, {kind}"] = resources(scatter_kernel, {"UNIT": unit, "BLOCK": SCATTER_BLOCK}, SCATTER_WARPS, 1)
     print(json.dumps(found, indent=2))
