@@ -22,7 +22,14 @@ RANKS = [8, 16, 64, 128, 24, 12]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of y
 ROWS = (7, 200)  # the second fills large tiles
 ROOT = Path(__file__).parents[2]
-TESTS = ["test_triton_lora", "test_triton_attention", "test_triton_pointwise", "test_triton_batch", "test_device"]
+TESTS = [
+    "test_triton_lora",
+    "test_triton_attention",
+    "test_triton_pointwise",
+    "test_triton_batch",
+    "test_device",
+    "test_staging",
+]
 
 
 class Plans:
@@ -69,12 +76,14 @@ class Plans:
                 x, y, want = _formula(shapes, weights, slots, group, dtype, draw)
                 for name, batch in batches.items():
                     got = [self._added(pool, batch, group, x, y, beside=i == 1) for i in range(self._bed.pick(3, 2))]
-                    error = float((got[0].double() - want).norm() / want.norm())
-                    worst = max(worst, error)
+                    apart = [self._apart(pool, batch, group, x, y) for _ in range(2)]
                     where = f"{name}, {rows} rows, {group}"
-                    if not error < TOLERANCE[dtype]:
-                        wrong.append(f"{where}: error {error:.2e}")
-                    if not all(torch.equal(got[0], one) for one in got[1:]):
+                    for way, one in (("added", got[0]), ("apart", apart[0])):
+                        error = float((one.double() - want).norm() / want.norm())
+                        worst = max(worst, error)
+                        if not error < TOLERANCE[dtype]:
+                            wrong.append(f"{where}, {way}: error {error:.2e}")
+                    if not all(torch.equal(some[0], one) for some in (got, apart) for one in some[1:]):
                         wrong.append(f"{where}: not the same bits every time")
                     if not torch.equal(got[0][torch.from_numpy(slots < 0)], y[torch.from_numpy(slots < 0)]):
                         wrong.append(f"{where}: rows of the base changed")
@@ -85,9 +94,15 @@ class Plans:
     ) -> torch.Tensor:
         got = y.clone()
         if beside:
-            start_lora(x, pool, 0, group, batch)
+            start_lora(x, pool, 0, group, batch, "shrink")
         add_lora(got, x, pool, 0, group, batch)
         return got
+
+    def _apart(self, pool: LoraPool, batch: LoraBatch, group: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        delta = start_lora(x, pool, 0, group, batch, "all")
+        got = y.clone()
+        add_lora(got, x, pool, 0, group, batch)
+        return got if delta is None else torch.where(delta.adapted.bool()[:, None], got + delta.values, got)
 
     def _tests(self) -> Line:
         files = [f"tests/kernels/{name}.py" for name in TESTS] + ["tests/services/worker/test_decode_graphs.py"]

@@ -4,6 +4,7 @@ streams.py           a device's streams, and 32-bit words (numbers) in host memo
 driver.py            writing and waiting for words with the CUDA driver
 virtual_memory.py    physical pages and address ranges of the CUDA driver
 loading.py           copies beside the steps, layer by layer
+staging.py           a layer's way to the device: gathered, copied at once, scattered
 assist.py            a step in which CPU LoRA processes compute some rows
 
 The thread that enqueues a step never waits for the device: only streams wait, for words.

@@ -9,7 +9,8 @@ The copy stream writes `loaded_layers` after each layer's bytes: the host reads 
 rules are those of the compiled loader (kernels/cpu/src/loader.h): loads run in order of `begin`, a layer counts when its last
 byte is there, a page's move and a layer's copy exclude each other, and nothing is written after `cancel`.
 
-Layers pass through pinned memory, one at a time: adapter files belong to the page cache and cannot be pinned.
+The thread enqueues a layer while the device fetches the one before it (kernels/device/staging.py). It leaves a load only when
+all that it has enqueued for it is done. Moves need not wait for that: the streams order them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from motet.kernels.device.staging import LayerStaging
 from motet.kernels.device.streams import DeviceStreams
 from motet.kernels.link import LinkMeter, LinkState, Sources
 from motet.kernels.pool import LINE, MODULES, LoraPool, PackedLora
 
+GATHER_THREADS = 4  # of torch, on a GPU: as many keep up with its link, and more would take cores from the steps' thread
+REWRITE_S = 0.01  # how often the word of an abandoned copy is written while the copy stream may write it too
 log = logging.getLogger("motet.kernels.device")
 
 
@@ -37,9 +41,9 @@ log = logging.getLogger("motet.kernels.device")
 class _Load:
     slot: int
     source: PackedLora
-    pages: list[tuple[int, int]]  # module, page
     layer_bytes: int
-    left: int  # bytes
+    left: int  # bytes that were not there when `_count` looked
+    counted_ns: int = 0  # when that changed
     cancelled: bool = False
 
 
@@ -61,10 +65,12 @@ class DeviceLoader(Sources):
         self._held = 0
         self._copied = self._busy_ns = self._copying_ns = 0
         self._failed: dict[int, _Load] = {}  # by slot
-        self._staging = self._staged_layer() if pool.arena.is_cuda else None
+        self._staging = LayerStaging(pool, streams)
         words = pool.loaded_layers
         streams.memory.register(words.ctypes.data, words.nbytes)
         pool.still = self._still
+        # Asked for here, because a thread that has not asked yet gets the number that was set last in any thread.
+        self._torch_threads = min(torch.get_num_threads(), GATHER_THREADS)
         self._thread = threading.Thread(target=self._run, name="motet-loader", daemon=True)
         self._thread.start()
 
@@ -87,22 +93,21 @@ class DeviceLoader(Sources):
 
         `kept` is the owner of the source's memory: it is referenced until the load is `finished` or cancelled.
         """
-        pages = [(m, page) for m in range(len(MODULES)) for page in range(int(source.pages[0, m]))]
-        layer_bytes = sum(self._row_elements(m) for m, _ in pages) * source.arena.element_size()
+        layer_bytes = LINE * source.arena.element_size() * int(source.pages[0] @ [sum(source.shapes[m]) for m in MODULES])
         self._streams.copies.after(self._streams.steps)  # what lay in these pages may still be on the move
         with self._changed:
             self._sources[slot] = kept
-            self._queue.append(_Load(slot, source, pages, layer_bytes, layer_bytes * self._pool.layers))
+            self._queue.append(_Load(slot, source, layer_bytes, layer_bytes * self._pool.layers))
             self._changed.notify_all()
 
     def cancel(self, slot: int) -> None:
         """Stop the load of this slot, if there is one. When this returns, nothing more is written."""
         with self._changed:
             self._queue = deque(load for load in self._queue if load.slot != slot)
-            if self._current is not None and self._current.slot == slot:
-                self._current.cancelled = True
+            if (load := self._current) is not None and load.slot == slot:
+                load.cancelled = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: not self._copying)
+                self._changed.wait_for(lambda: self._current is not load)
             self._sources.pop(slot, None)
             self._failed.pop(slot, None)
 
@@ -110,51 +115,60 @@ class DeviceLoader(Sources):
         """Bytes to transfer until this slot is complete, including the loads before it."""
         ahead = 0
         with self._changed:
-            for load in (self._current, *self._queue):
-                if load is not None and not load.cancelled:
-                    ahead += load.left
-                    if load.slot == slot:
-                        return ahead
+            for load in self._unfinished():
+                ahead += load.left
+                if load.slot == slot:
+                    return ahead
         return 0
 
     @property
     def link(self) -> LinkState:
         """The present state of the link."""
         with self._changed:
-            loads = [load for load in (self._current, *self._queue) if load is not None and not load.cancelled]
-            counts = sum(load.left for load in loads), self._copied, self._busy_ns, self._copying_ns
+            queued = sum(load.left for load in self._unfinished())
+            counts = queued, self._copied, self._busy_ns, self._copying_ns
         return self._meter.state(*counts)
 
     def give_up(self, slots: Collection[int]) -> None:
         """Abandon the copies of these adapters: no stream waits for them any longer. `mend` copies those that are incomplete.
 
-        Any thread may call it.
+        Any thread may call it. It returns when the loader's thread has left them.
         """
+        words = self._pool.loaded_layers
         for slot in slots:  # at once: the thread that holds the lock may wait for a stream that waits for this word
-            self._pool.loaded_layers[slot] = self._pool.layers
+            words[slot] = self._pool.layers
         with self._changed:
-            for load in (self._current, *self._queue):
-                if load is not None and load.slot in slots and not load.cancelled:
+            for load in self._unfinished():
+                if load.slot in slots:
                     load.cancelled = True
                     self._failed[load.slot] = load
-                    self._pool.loaded_layers[load.slot] = self._pool.layers
+                    words[load.slot] = self._pool.layers
             self._queue = deque(load for load in self._queue if load.slot not in slots)
             self._changed.notify_all()
+            current = self._current
+            while current is not None and self._failed.get(current.slot) is current:
+                words[current.slot] = self._pool.layers  # the copy stream may have written a smaller number meanwhile
+                if self._current is not current:
+                    return
+                self._changed.wait(REWRITE_S)
 
     def mend(self, row_slot: np.ndarray) -> None:
         """Copy the adapters of these rows whose loads have failed, in this thread. Raises the error of a copy."""
         if not self._failed:
             return
         for slot in self._failed.keys() & set(row_slot.tolist()):
-            load = self._failed[slot]
+            parts = self._staging.parts(self._failed[slot].source)
             with self._still():
                 for layer in range(self._pool.layers):
-                    self._send(load, layer, self._lines(load))
+                    self._staging.send(slot, parts, layer)
+                self._streams.copies.mark().synchronize()
             del self._failed[slot]
 
     @contextmanager
     def _still(self) -> Iterator[None]:
-        """A context without copying. Work that the steps' stream gets in it comes before the copies that follow."""
+        """A context in which nothing is enqueued. What the steps' stream gets in it comes after all copies before, and before
+        those that follow.
+        """
         with self._changed:
             self._held += 1
             self._changed.wait_for(lambda: not self._copying)
@@ -172,6 +186,7 @@ class DeviceLoader(Sources):
     def _run(self) -> None:
         if self._streams.device.type == "cuda":
             torch.cuda.set_device(self._streams.device)
+            torch.set_num_threads(self._torch_threads)
         while (load := self._next()) is not None:
             try:
                 with torch.inference_mode():
@@ -181,91 +196,67 @@ class DeviceLoader(Sources):
 
     def _next(self) -> _Load | None:
         with self._changed:
-            self._current = None
+            if self._current is not None:
+                self._count(self._current)
+                self._current = None
+                self._changed.notify_all()
             self._changed.wait_for(lambda: self._stop or self._queue)
             if self._stop:
                 return None
             self._current = self._queue.popleft()
+            self._current.counted_ns = perf_counter_ns()
             return self._current
 
     def _copy(self, load: _Load) -> None:
-        due_ns = began_ns = perf_counter_ns()
-        for layer in range(self._pool.layers):
-            with self._changed:
-                self._changed.wait_for(lambda: not self._held or load.cancelled)
-                if load.cancelled:
-                    return
-                self._copying = True
-                lines = self._lines(load)
-            copying_ns = perf_counter_ns()
-            try:
-                self._send(load, layer, lines)
-            finally:
+        due_ns = perf_counter_ns()
+        word = self._pool.loaded_layers.ctypes.data + load.slot * self._pool.loaded_layers.itemsize
+        parts = self._staging.parts(load.source)
+        try:
+            for layer in range(self._pool.layers):
                 with self._changed:
-                    self._copying = False
-                    self._changed.notify_all()
-            due_ns += int(load.layer_bytes / self._pace * 1e9) if self._pace else 0
-            with self._changed:
-                now_ns = perf_counter_ns()
-                self._copying_ns += now_ns - copying_ns
-                if due_ns > now_ns:
-                    self._changed.wait_for(lambda: load.cancelled, timeout=(due_ns - now_ns) / 1e9)
-                if load.cancelled:
-                    return
-                self._tell(load.slot, layer + 1)
-                now_ns = perf_counter_ns()
-                load.left -= load.layer_bytes
-                self._copied += load.layer_bytes
-                self._busy_ns += now_ns - began_ns
-                began_ns = now_ns
-
-    def _send(self, load: _Load, layer: int, lines: list[int]) -> None:
-        """Copy one layer's rows to the device. They are there when this returns."""
-        arena, host = self._pool.arena, load.source
-        sources, places = [], []
-        for (m, page), line in zip(load.pages, lines, strict=True):
-            n = self._row_elements(m)
-            at, to = int(host.table[0, m, page]) * LINE + layer * n, line * LINE + layer * n
-            sources.append(host.arena[at : at + n])
-            places.append(arena[to : to + n])
-        if arena.is_cuda:
-            sources = self._pinned(sources)
-        with self._streams.copies as stream:
-            for source, place in zip(sources, places, strict=True):
-                place.copy_(source, non_blocking=True)
-            stream.mark().synchronize()
-
-    def _staged_layer(self) -> torch.Tensor:
-        """A pinned buffer for a layer of the largest adapter.
-
-        It is allocated early: pinning memory may wait for the device, whose steps may wait for a copy.
-        """
-        elements = self._pool.table.shape[2] * sum(map(self._row_elements, range(len(MODULES))))
-        return torch.empty(elements, dtype=self._pool.arena.dtype, pin_memory=True)
-
-    def _pinned(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies in pinned memory, which the device can fetch by itself. Valid until the next call."""
-        assert self._staging is not None, "the pool is on a GPU"
-        parts = list(self._staging[: sum(map(len, sources))].split([len(source) for source in sources]))
-        for part, source in zip(parts, sources, strict=True):
-            part.copy_(source)
-        return parts
-
-    def _tell(self, slot: int, layers: int) -> None:
-        with self._streams.copies as stream:
-            stream.write(self._pool.loaded_layers.ctypes.data + slot * self._pool.loaded_layers.itemsize, layers)
-            stream.mark().synchronize()
+                    self._changed.wait_for(lambda: not self._held or load.cancelled)
+                    if load.cancelled:
+                        return
+                    self._copying = True
+                began_ns = perf_counter_ns()
+                try:
+                    self._staging.send(load.slot, parts, layer)
+                finally:
+                    with self._changed:
+                        self._copying = False
+                        self._copying_ns += perf_counter_ns() - began_ns
+                        self._changed.notify_all()
+                due_ns += int(load.layer_bytes / self._pace * 1e9) if self._pace else 0
+                with self._changed:
+                    if (early_ns := due_ns - perf_counter_ns()) > 0:
+                        self._changed.wait_for(lambda: load.cancelled, timeout=early_ns / 1e9)
+                    if load.cancelled:
+                        return
+                    self._streams.copies.write(word, layer + 1)
+                    self._count(load)
+        finally:
+            self._streams.copies.mark().synchronize()
 
     def _fail(self, load: _Load, error: Exception) -> None:
         log.warning("copying the adapter of slot %d beside the steps failed: %r", load.slot, error)
         with self._changed:
             if not load.cancelled:
+                load.cancelled = True
                 self._failed[load.slot] = load
                 self._pool.loaded_layers[load.slot] = self._pool.layers
 
-    def _lines(self, load: _Load) -> list[int]:
-        """The present places of the load's pages."""
-        return [int(self._pool.table[load.slot, m, page]) for m, page in load.pages]
+    def _unfinished(self) -> list[_Load]:
+        """The loads with something to copy, in order. Under the lock."""
+        if self._current is not None:
+            self._count(self._current)
+        return [load for load in (self._current, *self._queue) if load is not None and not load.cancelled]
 
-    def _row_elements(self, m: int) -> int:
-        return LINE * sum(self._pool.shapes[MODULES[m]])
+    def _count(self, load: _Load) -> None:
+        """Take in what has arrived of a load since the last call. Under the lock."""
+        left = load.layer_bytes * (self._pool.layers - int(self._pool.loaded_layers[load.slot]))
+        if load.cancelled or left >= load.left:
+            return
+        now_ns = perf_counter_ns()
+        self._copied += load.left - left
+        self._busy_ns += now_ns - load.counted_ns
+        load.left, load.counted_ns = left, now_ns

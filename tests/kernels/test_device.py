@@ -335,14 +335,14 @@ def test_a_copy_that_fails_is_made_again_before_a_step_reads_it(engine: CpuEngin
     host, loader = HostAdapter(ADAPTERS[0], 1, torch.float32), DeviceLoader(pool, host_streams(engine))
     want = LoraPool(SHAPES, layers=LAYERS, slots=2, max_rank=64, bytes_total=4 << 20, dtype=torch.float32)
     want.load(0, host.packed)
-    send, failures = loader._send, [MemoryError("no pinned memory")]
+    send, failures = loader._staging.send, [MemoryError("no pinned memory")]
 
     def failing(*arguments: Any) -> None:
         if failures:
             raise failures.pop()
         send(*arguments)
 
-    monkeypatch.setattr(loader, "_send", failing)
+    monkeypatch.setattr(loader._staging, "send", failing)
     pool.reserve(0, host.packed)
     loader.begin(0, host.packed, host)
     while pool.loaded_layers[0] < LAYERS:

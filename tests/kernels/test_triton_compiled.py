@@ -18,6 +18,8 @@ import pytest
 from motet.kernels.triton.attention import LAUNCHES as ATTENTION
 from motet.kernels.triton.attention import SPLITTING
 from motet.kernels.triton.lora import EXPANDS, SHRINKS
+from motet.kernels.triton.scatter import BLOCK as SCATTER_BLOCK
+from motet.kernels.triton.scatter import WARPS as SCATTER_WARPS
 
 ROOT = Path(__file__).parents[2]
 LAUNCHES = {f"shrink, {plan}": launch for plan, launch in SHRINKS.items()}
@@ -90,6 +92,13 @@ def test_operations_between_products_do_not_spill_and_move_16_bytes(
         if name != "silu_mul" or shapes != "ragged":  # its rows do not begin at multiples of 16 bytes
             assert used["loads_16"] > 0 and used["stores_16"] > 0
             assert used["loads_16_bits"] == used["stores_16_bits"] == 0
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_layers_are_scattered_in_pieces_of_16_bytes_only(compiled: dict[str, dict[str, Any]], kind: str) -> None:
+    used = compiled[f"scatter, {kind}"]
+    assert used["local_bytes"] == 0
+    assert used["loads_16"] == used["stores_16"] == SCATTER_BLOCK * 8 // (SCATTER_WARPS * 32 * 16)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -21,8 +21,12 @@ from motet.kernels.triton.device import lora_expand, lora_shrink
 from motet.kernels.triton.lora import EXPANDS, MOST_SPLITS, SHRINKS, TILES
 from motet.kernels.triton.pointwise import COLUMNS, COLUMNS_WARPS, GROUP, head_launch, norm_launch
 from motet.kernels.triton.pointwise_kernels import add_norm, rotate_and_store, silu_mul
+from motet.kernels.triton.scatter import BLOCK as SCATTER_BLOCK
+from motet.kernels.triton.scatter import WARPS as SCATTER_WARPS
+from motet.kernels.triton.scatter import scatter_kernel
 
 POINTERS = {
+    "pieces": "*i64", "source": "*i64", "target": "*i64",
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "segments": "*i32",
     "items": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32",
     "q": "*bf16", "out": "*bf16", "kv": "*bf16", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
@@ -114,7 +118,7 @@ def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any], *
         "copies_narrow": len(re.findall(r"cp\.async\.ca\.", ptx)),
         "loads_16": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", ptx)),
         "loads_16_bits": len(re.findall(r"ld\.global[.\w:]*\.b16", ptx)),
-        "stores_16": len(re.findall(r"st\.global[.\w:]*\.v4\.b32", ptx)),
+        "stores_16": len(re.findall(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b64", ptx)),
         "stores_16_bits": len(re.findall(r"st\.global[.\w:]*\.b16", ptx)),
     }
 
@@ -130,4 +134,8 @@ if __name__ == "__main__":
         for name, configuration in between_products(*shapes).items():
             found[f"{name}, {kind}"] = resources(*configuration)
             found[f"{name}, {kind}, fp32"] = resources(*configuration, fp32=True)
+    for kind, unit in (("bf16", 2), ("fp32", 4)):
+        found[f"scatter, {kind}"] = resources(
+            scatter_kernel, {"UNIT": unit, "BLOCK": SCATTER_BLOCK}, {"num_warps": SCATTER_WARPS}
+        )
     print(json.dumps(found, indent=2))

@@ -92,7 +92,7 @@ def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monke
     runner = make_runner(model_dir, [], kernels="reference", link_bytes_per_s=1e12)
     loader, slot = runner.loader, 3
     assert isinstance(loader, DeviceLoader)
-    send = loader._send
+    send = loader._staging.send
 
     def standing_still(*arguments: Any) -> None:
         if threading.current_thread() is loader._thread:
@@ -100,7 +100,7 @@ def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monke
                 time.sleep(0.001)  # the device is not idle while its stream waits
         send(*arguments)
 
-    monkeypatch.setattr(loader, "_send", standing_still)
+    monkeypatch.setattr(loader._staging, "send", standing_still)
     host = HostAdapter.from_blob(adapters[slot].blob, runner.config)
     runner.begin_load(slot, host)
     for at in (0, 9):  # and the next step is like any other
