@@ -7,7 +7,7 @@
     segments  [first item, items, first position, rows] of every (group, projection); no items where the adapter lacks it
     items     blocks of R ranks of a segment: [projection, first position, rows, which block], and in `item_pages` the arena
               lines of its R / 8 pages (-1 beyond the rank)
-    tiles     [segment, which tile]: the columns of B in tiles, which are wide for few ranks
+    tiles     [segment, which tile]: the columns of B in tiles, which are wide for few rows
     header    [items, tiles], on the device: a captured graph finds a new batch's counts there
     scales    [layer, segment]
 
@@ -29,20 +29,19 @@ SECTION_BYTES = 64  # sections begin at multiples of this
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one work item covers: `rows` of a group and `ranks` of a block; and `columns` of B at once.
+    """What one work item covers: `rows` of a group, `ranks` of a block, and `columns` of B.
 
-    Groups of up to `few` rows are multiplied row by row with `area` weights at once: up to 4 blocks of ranks, and as many
-    columns as that leaves.
+    Groups of up to `few` rows are multiplied row by row, with `wide` columns of B.
     """
 
     rows: int
     ranks: int
     columns: int
     few: int = 0
-    area: int = 0
+    wide: int = 0
 
 
-DECODE = Tile(rows=16, ranks=16, columns=128, few=2, area=8192)
+DECODE = Tile(rows=16, ranks=16, columns=256, few=2, wide=1024)
 PREFILL = Tile(rows=64, ranks=64, columns=128)
 
 
@@ -115,7 +114,7 @@ def _group_work(pool: LoraPool, slots: np.ndarray, groups: np.ndarray, modules: 
     lines = pool.table[segment_slot[item_segment, None], segment_module[item_segment, None], page]
     items = np.column_stack([item_segment % len(module), members[item_segment], item_block])
     widths = np.array([pool.shapes[name][1] for name in modules])[np.tile(np.arange(len(module)), len(slots))]
-    counts = -(-widths // tile_columns(tile, blocks, members[:, 1]))
+    counts = -(-widths // np.where(members[:, 1] <= tile.few, tile.wide or 1, tile.columns))
     tiles = np.column_stack([np.repeat(np.arange(len(blocks)), counts), _counting(counts)])
     return GroupWork(
         header=np.array([len(items), len(tiles)], dtype=np.int32),
@@ -127,12 +126,6 @@ def _group_work(pool: LoraPool, slots: np.ndarray, groups: np.ndarray, modules: 
     )
 
 
-def tile_columns(tile: Tile, blocks: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """How many columns of B a tile of each segment has. The kernel expand chooses in the same way."""
-    at_once = np.where(blocks <= 1, 1, np.where(blocks == 2, 2, 4))
-    return np.where(rows <= tile.few, tile.area // (tile.ranks * at_once), tile.columns)
-
-
 def _counting(counts: np.ndarray) -> np.ndarray:
     """Counts up from 0 for each element: [2, 3] -> [0, 1, 0, 1, 2]."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -140,7 +133,7 @@ def _counting(counts: np.ndarray) -> np.ndarray:
 
 def _most_tiles(pool: LoraPool, modules: tuple[str, ...], tile: Tile, groups: int) -> int:
     """An upper bound of the number of tiles."""
-    narrowest = min(tile.columns, tile.area // (4 * tile.ranks)) if tile.few else tile.columns
+    narrowest = min(tile.columns, tile.wide or tile.columns)
     return groups * sum(-(-pool.shapes[name][1] // narrowest) for name in modules)
 
 

@@ -148,11 +148,12 @@ def lora_shrink(
 def _expand_few(
     y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows, item_pages,
     item, blocks, first, count,
-    R: tl.constexpr, RANKS: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
+    R: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
     ALIGN: tl.constexpr, WHOLE_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row by row: a tile of RANKS x BN weights at once, and all planes of h."""
-    j = tl.arange(0, RANKS)
+    """Row by row and block by block: R x BN weights at once. A thread has all R ranks of its columns, so that nothing is
+    exchanged between threads."""
+    j = tl.arange(0, R)
     q = tl.arange(0, PLANES)
     n = tile * BN + tl.arange(0, BN)
     inside = n < width
@@ -160,9 +161,8 @@ def _expand_few(
         row = tl.load(rows + first + m).to(tl.int64)
         at = y + row * y_stride + column + n
         total = tl.zeros((BN,), dtype=tl.float32)
-        for block in range(0, blocks, RANKS // R):
-            exists = block + j // R < blocks
-            line = tl.load(item_pages + (item + block) * (R // PAGE_RANKS) + j // PAGE_RANKS, mask=exists, other=-1)
+        for block in range(blocks):
+            line = tl.load(item_pages + (item + block) * (R // PAGE_RANKS) + j // PAGE_RANKS)
             held = line >= 0
             rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
             weights = arena + at_layer + rank_row[:, None] + n[None, :]
@@ -172,7 +172,7 @@ def _expand_few(
                 b = tl.load(weights, mask=held[:, None] & inside[None, :], other=0.0)
             _wait(EARLY)
             part = h_segment + (first + m) * h_row + (q * h_plane)[:, None] + (block * R + j)[None, :]
-            planes = tl.load(part, mask=(q < splits)[:, None] & exists[None, :], other=0.0)
+            planes = tl.load(part, mask=(q < splits)[:, None], other=0.0)
             total += tl.sum(b.to(tl.float32) * tl.sum(planes, 0)[:, None], 0)
         total *= scale
         if ADD:
@@ -181,59 +181,69 @@ def _expand_few(
 
 
 @triton.jit
+def _planes_sum(part, live, h_plane, splits):
+    """The planes of a tile of h, added in order; four of them are on their way at a time."""
+    sums = tl.zeros(part.shape, dtype=tl.float32)
+    for q in range(0, splits, 4):
+        for i in tl.static_range(4):
+            sums += tl.load(part + (q + i) * h_plane, mask=live & (q + i < splits), other=0.0)
+    return sums
+
+
+@triton.jit
 def _expand_many(
     y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows, item_pages,
     item, blocks, first, count,
-    M: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
-    ALIGN: tl.constexpr, WHOLE_N: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
+    M: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, BN: tl.constexpr,
+    ADD: tl.constexpr, ALIGN: tl.constexpr, WHOLE_N: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """All rows of the group in one product for every block of R ranks."""
+    """All rows of the group in one product for every RANKS ranks and BN columns of the tile."""
     _wait(EARLY)
     m = tl.arange(0, M)
-    j = tl.arange(0, R)
-    n = tile * BN + tl.arange(0, BN)
-    inside = n < width
+    j = tl.arange(0, RANKS)
     live = m < count
     row = tl.load(rows + first + m, mask=live, other=0).to(tl.int64)
-    acc = tl.zeros((M, BN), dtype=tl.float32)
-    for block in range(blocks):
-        line = tl.load(item_pages + (item + block) * (R // PAGE_RANKS) + j // PAGE_RANKS)
-        held = line >= 0
-        rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
-        part = h_segment + ((first + m) * h_row)[:, None] + (block * R + j)[None, :]
-        sums = tl.load(part, mask=live[:, None], other=0.0)
-        if PLANES > 0:  # a small tile has registers for all planes at once: one wait instead of `splits`
-            for q in tl.static_range(1, PLANES):
-                sums += tl.load(part + q * h_plane, mask=live[:, None] & (tl.zeros((M, 1), tl.int32) + splits > q), other=0.0)
-        else:
-            for q in range(1, splits):
-                sums += tl.load(part + q * h_plane, mask=live[:, None], other=0.0)
-        weights = arena + at_layer + rank_row[:, None] + n[None, :]
-        if WHOLE_N:
-            b = tl.load(weights, mask=held[:, None], other=0.0)
-        else:
-            b = tl.load(weights, mask=held[:, None] & inside[None, :], other=0.0)
-        acc = _dot(sums if UPCAST else sums.to(b.dtype), b, acc, UPCAST)
-    acc *= scale
-    y_tile = y + (row * y_stride)[:, None] + (column + n)[None, :]
-    mask = live[:, None] if WHOLE_N else live[:, None] & inside[None, :]
-    if ADD:
-        acc += tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_tile, acc.to(y.dtype.element_ty), mask=mask)
+    part = h_segment + ((first + m) * h_row)[:, None] + j[None, :]
+    sums = _planes_sum(part, live[:, None] & (j < blocks * R)[None, :], h_plane, splits)
+    for n0 in range(tile * COLUMNS, tl.minimum(tile * COLUMNS + COLUMNS, width), BN):
+        n = n0 + tl.arange(0, BN)
+        inside = n < width
+        acc = tl.zeros((M, BN), dtype=tl.float32)
+        for block in range(0, blocks, RANKS // R):
+            exists = block + j // R < blocks
+            if block > 0:
+                sums = _planes_sum(part + block * R, live[:, None] & exists[None, :], h_plane, splits)
+            line = tl.load(item_pages + (item + block) * (R // PAGE_RANKS) + j // PAGE_RANKS, mask=exists, other=-1)
+            held = line >= 0
+            rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
+            weights = arena + at_layer + rank_row[:, None] + n[None, :]
+            if WHOLE_N:
+                b = tl.load(weights, mask=held[:, None], other=0.0)
+            else:
+                b = tl.load(weights, mask=held[:, None] & inside[None, :], other=0.0)
+            acc = _dot(sums if UPCAST else sums.to(b.dtype), b, acc, UPCAST)
+        if blocks > RANKS // R:
+            sums = _planes_sum(part, live[:, None] & (j < blocks * R)[None, :], h_plane, splits)
+        acc *= scale
+        y_tile = y + (row * y_stride)[:, None] + (column + n)[None, :]
+        mask = live[:, None] if WHOLE_N else live[:, None] & inside[None, :]
+        if ADD:
+            acc += tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_tile, acc.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["layer", "splits", "scales_stride"])
 def lora_expand(
     y, y_stride, arena, h, h_row, h_plane, rows, segments, tiles, item_pages, scales, scales_stride, header,
     layer, splits, ranks, K, N0, N1, N2,
-    S: tl.constexpr, M: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, AREA: tl.constexpr,
-    PLANES: tl.constexpr, ADD: tl.constexpr, ALIGN: tl.constexpr, WHOLE_N: tl.constexpr, EARLY: tl.constexpr,
-    UPCAST: tl.constexpr,
+    S: tl.constexpr, M: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, BN: tl.constexpr,
+    FEW: tl.constexpr, WIDE: tl.constexpr, PLANES: tl.constexpr,
+    ADD: tl.constexpr, ALIGN: tl.constexpr, WHOLE_N: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """y[rows, columns] += scale * h B for every tile of columns. Without ADD y is overwritten instead, with zeros where an
     adapter lacks the projection.
 
-    The columns of a tile are those of `batch.tile_columns`: BN for many rows; for few, AREA weights of up to 4 R ranks.
+    A tile has COLUMNS columns for many rows, of which BN are multiplied at once with RANKS ranks, and WIDE for few.
     """
     for work in range(tl.program_id(0), tl.load(header + 1), tl.num_programs(0)):
         segment = tl.load(tiles + 2 * work)
@@ -252,26 +262,18 @@ def lora_expand(
             if FEW == 0:  # noqa: SIM114 (a constant: then the branches below are not compiled)
                 _expand_many(
                     y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
-                    item_pages, item, blocks, first, count, M, R, BN, PLANES, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
+                    item_pages, item, blocks, first, count,
+                    M, R, RANKS, COLUMNS, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
                 )  # fmt: skip
             elif count > FEW:
                 _expand_many(
                     y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
-                    item_pages, item, blocks, first, count, M, R, BN, PLANES, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
-                )  # fmt: skip
-            elif blocks <= 1:
-                _expand_few(
-                    y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
-                    item_pages, item, blocks, first, count, R, R, AREA // R, PLANES, ADD, ALIGN, WHOLE_N, EARLY,
-                )  # fmt: skip
-            elif blocks == 2:
-                _expand_few(
-                    y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
-                    item_pages, item, blocks, first, count, R, 2 * R, AREA // (2 * R), PLANES, ADD, ALIGN, WHOLE_N, EARLY,
+                    item_pages, item, blocks, first, count,
+                    M, R, RANKS, COLUMNS, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
                 )  # fmt: skip
             else:
                 _expand_few(
                     y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows,
-                    item_pages, item, blocks, first, count, R, 4 * R, AREA // (4 * R), PLANES, ADD, ALIGN, WHOLE_N, EARLY,
+                    item_pages, item, blocks, first, count, R, WIDE, PLANES, ADD, ALIGN, WHOLE_N, EARLY,
                 )  # fmt: skip
     _wait(EARLY)

@@ -42,18 +42,19 @@ class Launch:
     warps: int
     stages: int
     programs: int
-    registers: int | None = None  # at most, of a thread
-    block: int = 0  # shrink: columns of K at once for many rows
-    wide: int = 0  # and for few
+    block: int  # columns at once for many rows: of K (shrink), of B (expand)
+    wide: int = 0  # shrink: columns of K for few rows
+    ranks: int = 0  # expand: at once for many rows
+    registers: int | None = None  # of a thread, at most, where 16-bit types are read in pieces of 16 bytes
 
 
 SHRINKS: dict[LaunchPlan, Launch] = {
-    "decode": Launch(block=128, wide=256, warps=4, stages=3, programs=10),
+    "decode": Launch(block=128, wide=256, warps=4, stages=3, programs=9),
     "prefill": Launch(block=64, wide=64, warps=4, stages=4, programs=2),
 }
 EXPANDS: dict[LaunchPlan, Launch] = {
-    "decode": Launch(warps=4, stages=2, programs=4, registers=128),
-    "prefill": Launch(warps=8, stages=2, programs=2),
+    "decode": Launch(block=128, ranks=64, warps=4, stages=2, programs=4, registers=128),
+    "prefill": Launch(block=64, ranks=64, warps=8, stages=2, programs=2, registers=128),
 }
 
 
@@ -177,22 +178,21 @@ def _shrink(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: Lora
         M=tile.rows, R=tile.ranks, BK=launch.block, WIDE=launch.wide, FEW=tile.few, ALIGN=_alignment(x, pool, group),
         WHOLE_K=sizes[0] % max(launch.block, launch.wide) == 0, EARLY=batch.early, UPCAST=_upcast(pool),
         num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=batch.early,
-        maxnreg=launch.registers,
     )  # fmt: skip
 
 
 def _expand(y: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch, *, add: bool = True) -> None:
     part, tile, launch = batch.packed.parts[group], TILES[batch.plan], EXPANDS[batch.plan]
     sizes, (splits, _), row = _sizes(pool, group), batch.splits[group], len(GROUPS[group]) * batch.ranks
-    widest = tile.area // tile.ranks if tile.few else tile.columns
+    align = _alignment(y, pool, group)
     lora_expand[_programs(batch, launch.programs)](
         y, y.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.segments, part.tiles,
         part.item_pages, part.scales, part.scales.stride(0), part.header, layer, splits, batch.ranks, *sizes,
-        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BN=tile.columns, FEW=tile.few, AREA=tile.area,
-        PLANES=triton.next_power_of_2(splits) if tile.few else 0, ADD=add, ALIGN=_alignment(y, pool, group),
-        WHOLE_N=all(n % max(widest, tile.columns) == 0 for n in sizes[1:]), EARLY=batch.early, UPCAST=_upcast(pool),
+        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, RANKS=launch.ranks, COLUMNS=tile.columns, BN=launch.block,
+        FEW=tile.few, WIDE=tile.wide, PLANES=triton.next_power_of_2(splits) if tile.few else 1, ADD=add, ALIGN=align,
+        WHOLE_N=all(n % max(tile.wide, tile.columns) == 0 for n in sizes[1:]), EARLY=batch.early, UPCAST=_upcast(pool),
         num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=batch.early,
-        maxnreg=launch.registers,
+        maxnreg=None if align == 1 or _upcast(pool) else launch.registers,
     )  # fmt: skip
 
 

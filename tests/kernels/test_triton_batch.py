@@ -16,7 +16,6 @@ from motet.kernels.triton.batch import (
     Tile,
     WorkList,
     split_k_for,
-    tile_columns,
     tile_for,
     work_list,
 )
@@ -60,10 +59,8 @@ def check(pool: LoraPool, row_slot: np.ndarray, tile: Tile, work: WorkList) -> N
             assert (part.scales[:, segment] == pool.scales[slot, module]).all()
             width = pool.shapes[modules[projection]][1]
             tiles = part.tiles[part.tiles[:, 0] == segment, 1].tolist()
-            (columns,) = tile_columns(tile, np.array([blocks]), np.array(members[1:]))
+            columns = tile.wide if members[1] <= tile.few else tile.columns
             assert tiles == list(range(-(-width // columns)))
-            at_once = min(1 << max(blocks - 1, 0).bit_length(), 4)
-            assert columns == (tile.columns if members[1] > tile.few else tile.area // (tile.ranks * at_once))
         assert covered == len(part.items)
 
 

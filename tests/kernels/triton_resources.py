@@ -54,9 +54,15 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configura
         sizes, shrink, expand = {"M": tile.rows, "R": tile.ranks}, SHRINKS[plan], EXPANDS[plan]
         constants = {**common, **sizes, "BK": shrink.block, "WIDE": shrink.wide, "FEW": tile.few, "WHOLE_K": not ragged}
         found[f"shrink, {plan}"] = (lora_shrink, constants, _options(shrink))
-        constants = {**common, **sizes, "S": 3, "BN": tile.columns, "FEW": tile.few, "AREA": tile.area}
-        constants |= {"PLANES": MOST_SPLITS if tile.few else 0, "ADD": True, "WHOLE_N": not ragged}
-        found[f"expand, {plan}"] = (lora_expand, constants, _options(expand))
+        constants = {**common, **sizes, "S": 3, "RANKS": expand.ranks, "COLUMNS": tile.columns, "BN": expand.block}
+        constants |= {
+            "FEW": tile.few,
+            "WIDE": tile.wide,
+            "PLANES": MOST_SPLITS if tile.few else 1,
+            "ADD": plan == "prefill",
+            "WHOLE_N": not ragged,
+        }
+        found[f"expand, {plan}"] = (lora_expand, constants, _options(expand, limited=not (ragged or upcast)))
     return found
 
 
@@ -68,10 +74,9 @@ def attention(kind: str, *, divided: bool) -> Configuration:
     return paged_attention, constants, _options(launch)
 
 
-def _options(launch: Any) -> dict[str, Any]:
+def _options(launch: Any, *, limited: bool = False) -> dict[str, Any]:
     found = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
-    registers = getattr(launch, "registers", None)
-    return found if registers is None else {**found, "maxnreg": registers}
+    return {**found, "maxnreg": launch.registers} if limited else found
 
 
 def between_products(hidden: int, heads: int, head_dim: int, mlp: int) -> dict[str, Configuration]:
