@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from motet.kernels.library_attention import Library
 from motet.kernels.memory import expect, give_back, lazy_zeros, reserved
 from motet.kernels.pages import PhysicalPages
+from motet.kernels.sending import fill, send
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """How much context decoding sequences gather at a time, per layer. On a CPU it is what the L2 cache holds."""
@@ -178,7 +179,7 @@ class AttentionBatch:
         device, size = cache.data.device, cache.block_size
         counts = np.diff(seq_starts)
         _clear_begun(cache, seq_starts, kv_slots)
-        batch = AttentionBatch(torch.from_numpy(kv_slots).to(device), {}, {}, cache.library)
+        batch = AttentionBatch(send(kv_slots, device), {}, {}, cache.library)
         if batch.library is not None:
             batch.library.plan(seq_starts, context_lens, block_tables)
             return batch
@@ -219,7 +220,7 @@ class AttentionBatch:
         seq_starts = np.arange(len(kv_slots) + 1, dtype=np.int32)
         if self.library is not None:
             _clear_begun(cache, seq_starts, kv_slots)
-            self.kv_slots.copy_(torch.from_numpy(kv_slots))
+            fill(self.kv_slots, kv_slots)
             self.library.plan(seq_starts, context_lens, block_tables)
             return
         step = AttentionBatch.build(
@@ -298,7 +299,7 @@ def _clear_begun(cache: KvCache, seq_starts: np.ndarray, kv_slots: np.ndarray) -
     size, last = cache.block_size, kv_slots[seq_starts[1:] - 1]
     begun = (last % size < np.diff(seq_starts)) & (last % size != size - 1)
     if begun.any():
-        cache.clear(torch.from_numpy(last[begun] // size).to(cache.data.device))
+        cache.clear(send(last[begun] // size, cache.data.device))
 
 
 def _tiles(blocks: np.ndarray, tile_blocks: int) -> list[tuple[int, int]]:

@@ -47,11 +47,11 @@ class Splitting:
 
 
 LAUNCHES = {
-    "decode": Launch(rows=16, context=32, warps=4, stages=4),
+    "decode": Launch(rows=16, context=32, warps=4, stages=3),
     "prefill": Launch(rows=64, context=64, warps=4, stages=2),
     "fp32": Launch(rows=16, context=16, warps=4, stages=2, joined=2048),  # without tensor cores, and registers hold less of it
 }
-SPLITTING = Splitting(programs=4, least=128, most=32)
+SPLITTING = Splitting(programs=3, least=128, most=32)
 
 
 class Workspace(NamedTuple):
@@ -94,15 +94,10 @@ class PagedAttention:
         counts = np.diff(seq_starts)
         if not self._rows:
             self._kind = "decode" if len(counts) == 0 or counts.max() == 1 else "prefill"
-        tokens = self._block_rows // self._group
-        each = -(-counts // tokens)
-        sequence = np.repeat(np.arange(len(counts)), each)
-        within = tokens * (np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each))
-        tiles = np.empty((len(sequence), 4), dtype=np.int32)
-        tiles[:, 0] = sequence
-        tiles[:, 1] = seq_starts[sequence] + within
-        tiles[:, 2] = np.minimum(counts[sequence] - within, tokens)
-        tiles[:, 3] = context_lens[sequence] - counts[sequence] + within
+        if self._kind == "decode":
+            tiles = np.column_stack([np.arange(len(counts)), seq_starts[:-1], counts, context_lens - counts])
+        else:
+            tiles = self._prefill_tiles(counts, seq_starts, context_lens)
         if not self._rows:
             self._tiles, self._columns = len(tiles), block_tables.shape[1]
             self._longest = int(context_lens.max(initial=0))
@@ -116,6 +111,14 @@ class PagedAttention:
         raw[:at].reshape(-1, 4)[:] = tiles
         raw[at:].reshape(len(counts), self._columns)[:, : block_tables.shape[1]] = block_tables
         self._buffer[:size].copy_(host, non_blocking=True)
+
+    def _prefill_tiles(self, counts: np.ndarray, seq_starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
+        tokens = self._block_rows // self._group
+        each = -(-counts // tokens)
+        sequence = np.repeat(np.arange(len(counts)), each)
+        within = tokens * (np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each))
+        sizes = np.minimum(counts[sequence] - within, tokens)
+        return np.column_stack([sequence, seq_starts[sequence] + within, sizes, (context_lens - counts)[sequence] + within])
 
     def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
         """Attention of q [rows, heads, head_dim], in the same shape. The cache must have this step's K and V already."""

@@ -137,7 +137,7 @@ def test_long_contexts_of_few_sequences_are_divided_and_no_others(monkeypatch: p
     def shares(rows: int, context: int, window: int = 0) -> int:
         return plan.for_graph(rows, context // 16).shares(window)
 
-    assert [shares(8, 2048), shares(8, 256), shares(1, 8192), shares(3, 1024)] == [8, 2, 32, 8]
+    assert [shares(8, 2048), shares(8, 256), shares(1, 8192), shares(3, 1024)] == [6, 2, 32, 8]
     assert [shares(32, 128), shares(64, 1024), shares(256, 8192)] == [1, 1, 1]
     assert [shares(8, 2048, window=300), shares(8, 2048, window=200)] == [2, 1]
 

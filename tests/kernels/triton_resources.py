@@ -54,7 +54,14 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configura
         sizes, shrink, expand = {"M": tile.rows, "R": tile.ranks}, SHRINKS[plan], EXPANDS[plan]
         constants = {**common, **sizes, "BK": shrink.block, "WIDE": shrink.wide, "FEW": tile.few, "WHOLE_K": not ragged}
         found[f"shrink, {plan}"] = (lora_shrink, constants, _options(shrink))
-        constants = {**common, **sizes, "S": 3, "RANKS": expand.ranks, "COLUMNS": tile.columns, "BN": expand.block}
+        constants = {
+            **common,
+            **sizes,
+            "S": 3,
+            "RANKS": expand.ranks,
+            "COLUMNS": tile.columns,
+            "BN": columns_at_once(expand, fp32=upcast),
+        }
         constants |= {
             "FEW": tile.few,
             "WIDE": tile.wide,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from motet.kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from motet.kernels.sending import fill, send
 from motet.services.worker.engine.model import Model
 from motet.services.worker.engine.step_batch import StepBatch
 
@@ -44,7 +45,8 @@ class DecodeBuffers:
         self._model, self._cache, self._pool = model, cache, pool
         self._scratch_block = scratch_block
         device, windows = cache.data.device, model.config.windows
-        self._token_ids, self._positions = torch.zeros((2, self._rows), dtype=torch.int64, device=device)
+        self._inputs = torch.zeros((2, self._rows), dtype=torch.int64, device=device)
+        self._token_ids, self._positions = self._inputs
         self._every_row = torch.arange(self._rows, device=device)
         self._attention = AttentionBatch.reserve(cache, rows=self._rows, columns=columns, windows=windows)
         self._row_slot = np.full(self._rows, -1, dtype=np.int32)
@@ -53,22 +55,30 @@ class DecodeBuffers:
 
     def fill(self, batch: StepBatch) -> None:
         """Copy the inputs of a step into the buffers: one row for each sequence, at most as many as the bucket has."""
-        missing = self._rows - len(batch.token_ids)
+        rows = len(batch.token_ids)
         scratch_slot = (self._scratch_block + 1) * self._cache.block_size - 1  # the last: its block never needs clearing
-        self._token_ids.copy_(torch.from_numpy(_padded(batch.token_ids, missing, 0)))
-        self._positions.copy_(torch.from_numpy(_padded(batch.positions, missing, 0)))
+        inputs = np.zeros((2, self._rows), dtype=np.int64)
+        inputs[0, :rows], inputs[1, :rows] = batch.token_ids, batch.positions
+        fill(self._inputs, inputs)
+        tables = np.full((self._rows, batch.block_tables.shape[1]), self._scratch_block, dtype=np.int32)
+        tables[:rows] = batch.block_tables
         self._attention.update(
             self._cache,
-            context_lens=_padded(batch.context_lens, missing, 1),
-            block_tables=np.pad(batch.block_tables, ((0, missing), (0, 0)), constant_values=self._scratch_block),
-            kv_slots=_padded(batch.kv_slots, missing, scratch_slot),
+            context_lens=self._padded(batch.context_lens, 1),
+            block_tables=tables,
+            kv_slots=self._padded(batch.kv_slots, scratch_slot),
         )
-        row_slot = _padded(batch.row_slot, missing, -1)
+        row_slot = self._padded(batch.row_slot, -1)
         if not self._adapted:
             assert (row_slot < 0).all(), "a graph without LoRA"
         elif self._lora.version != self._pool.version or not np.array_equal(row_slot, self._row_slot):
             self._lora.update(self._pool, row_slot)
             self._row_slot = row_slot
+
+    def _padded(self, array: np.ndarray, value: int) -> np.ndarray:
+        padded = np.full(self._rows, value, dtype=array.dtype)
+        padded[: len(array)] = array
+        return padded
 
     def run(self) -> torch.Tensor:
         """Logits of every row, float32 [rows of the bucket, vocab].
@@ -111,7 +121,9 @@ class DecodeGraphs:
         buffers, graph, logits = self._captured[key]
         buffers.fill(batch)
         graph.replay()
-        return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
+        if np.array_equal(batch.logit_rows, np.arange(rows)):  # what decoding wants
+            return logits[:rows]
+        return logits[send(batch.logit_rows, logits.device)]
 
     def _capture(
         self, bucket: GraphSize, adapted: bool, batch: StepBatch, model: Model
@@ -127,7 +139,3 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # adapters go on being copied
             logits = buffers.run()
         return buffers, graph, logits
-
-
-def _padded(array: np.ndarray, missing: int, value: int) -> np.ndarray:
-    return np.pad(array, (0, missing), constant_values=value)

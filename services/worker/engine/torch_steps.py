@@ -16,6 +16,7 @@ import torch
 from motet.kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
 from motet.kernels.cpu.assist import AssistCounts, Helpers
 from motet.kernels.device import AssistedStep, DeviceAssist, DeviceLoader, Mark
+from motet.kernels.sending import send
 from motet.services.worker.assist import CpuAssist
 from motet.services.worker.engine.decode_graphs import DecodeGraphs
 from motet.services.worker.engine.merged_model import MergedModel
@@ -136,7 +137,7 @@ class TorchSteps:
                 processes.observe(last[0], took_s, None)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._cache.data.device)
+        return send(array, self._cache.data.device)
 
     def _lora(self, row_slot: np.ndarray) -> LoraBatch:
         """The adapter groups of the step. Steady decoding repeats those of the previous step."""
