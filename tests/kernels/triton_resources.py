@@ -60,7 +60,7 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configura
             "S": 3,
             "RANKS": expand.ranks,
             "COLUMNS": tile.columns,
-            "BN": columns_at_once(expand, fp32=upcast),
+            "BN": expand.block,
         }
         constants |= {
             "FEW": tile.few,
