@@ -14,6 +14,7 @@ from motet.kernels import AttentionBatch, KvCache, attend, attend_stored
 from motet.kernels.triton.attention import PagedAttention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16  # Llama 8B's
+UNCACHED_BYTES = 400 << 20  # of K and V: more than a GPU's L2 holds
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm
 STEPS = (  # tokens of each sequence in the step, and in the cache already
     ((1, 64, 1, 200, 17), (300, 0, 0, 40, 1000)),
