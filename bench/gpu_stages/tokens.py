@@ -102,7 +102,7 @@ class Tokens:
         elastic: bool = False,
     ) -> Line:
         wanted = self._wanted
-        lora_bytes = 1 << 20 if small else 32 << 20
+        lora_bytes = self._bed.pick(4 << 20, 1 << 20) if small else 32 << 20  # room for the largest, and for two others
         options = {"link": cold != "blocking", "assist": assist, "graphs": graphs, "elastic": elastic}
         runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, **options)
         recorded = _graphs(self._bed, runner) if graphs else None

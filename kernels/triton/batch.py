@@ -41,7 +41,7 @@ class Tile:
     wide: int = 0
 
 
-DECODE = Tile(rows=16, ranks=16, columns=256, few=2, wide=1024)
+DECODE = Tile(rows=16, ranks=16, columns=256, few=3, wide=1024)
 PREFILL = Tile(rows=64, ranks=64, columns=128)
 
 

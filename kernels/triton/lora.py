@@ -37,7 +37,7 @@ MOST_SPLITS = 16  # of K in a decode step; h has a plane for each
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Constants of a kernel. `programs`: per multiprocessor."""
+    """Constants of a kernel. `programs`: per multiprocessor, more than it runs at a time where that was faster."""
 
     warps: int
     stages: int
@@ -49,11 +49,11 @@ class Launch:
 
 
 SHRINKS: dict[LaunchPlan, Launch] = {
-    "decode": Launch(block=128, wide=256, warps=4, stages=3, programs=9),
+    "decode": Launch(block=128, wide=512, warps=4, stages=3, programs=9),
     "prefill": Launch(block=64, wide=64, warps=4, stages=4, programs=2),
 }
 EXPANDS: dict[LaunchPlan, Launch] = {
-    "decode": Launch(block=128, ranks=64, warps=4, stages=2, programs=4, registers=128),
+    "decode": Launch(block=128, ranks=64, warps=4, stages=2, programs=8, registers=128),
     "prefill": Launch(block=64, ranks=64, warps=8, stages=2, programs=2, registers=128),
 }
 
