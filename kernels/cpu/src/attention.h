@@ -7,6 +7,7 @@
 #pragma once
 #include <vector>
 
+#include "attention_integers.h"
 #include "attention_tiles.h"
 #include "gemm.h"
 #include "kv.h"
@@ -92,33 +93,40 @@ inline void plan_attention(const Step& step, int64_t heads, const KvLayout& layo
 }
 
 // Memory that is prefetched at the pace at which other memory is read: `count` parts of `bytes` each, `step` bytes apart. Where a burst
-// finds no line buffer free, it is dropped.
+// finds no line buffer free, it is dropped. A part is prefetched in WAYS places at a time.
+template <int WAYS>
 class Parts {
  public:
   Parts() = default;
   Parts(const void* from, int64_t bytes, int64_t count, int64_t step)
-      : at_((const char*)from), end_(at_ + bytes), bytes_(bytes), count_(count), step_(step) {}
+      : at_((const char*)from), end_(at_ + bytes / WAYS), bytes_(bytes / WAYS), count_(count), step_(step) {}
   __attribute__((always_inline)) void lines(int n) {
-    for (int i = 0; i < n && at_ < end_; ++i, at_ += 64) prefetch(at_);
+    for (int i = 0; i < n && at_ < end_; ++i) {
+      prefetch(at_ + way_ * bytes_);
+      if (WAYS == 1 || ++way_ == WAYS) at_ += 64, way_ = 0;
+    }
     if (at_ >= end_ && count_ > 1) at_ = end_ - bytes_ + step_, end_ += step_, --count_;
   }
 
  private:
   const char *at_ = nullptr, *end_ = nullptr;
   int64_t bytes_ = 0, count_ = 0, step_ = 0;
+  int way_ = 0;
 };
 
 // What is prefetched while keys or values are read.
 #if MOTET_LEVEL == 1
-typedef const Lead Soon;
+template <class T>
+using Soon = const Lead;
 #else
-typedef Parts Soon;
+template <class T>
+using Soon = Parts<HAS_SCALES<T> ? 8 : 1>;
 #endif
 
 #if MOTET_LEVEL != 1
 // scores[q][t] = queries[q] . keys[t] for Q queries and 4 tokens.
 template <class T, int Q>
-INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, Parts& soon, float* scores) {
+INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, Soon<T>& soon, float* scores) {
   vf acc[Q][4];
 #pragma GCC unroll 4
   for (int i = 0; i < Q; ++i)
@@ -148,7 +156,7 @@ INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int he
 }
 
 template <class T, int Q>
-INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, Parts& soon, float* scores) {
+INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, Soon<T>& soon, float* scores) {
   int t = 0;
   for (; t + 4 <= tokens; t += 4) scores4<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, soon, scores + t);
   if (t < tokens) {  // missing tokens are replaced by the last one; their weights are not used
@@ -164,7 +172,7 @@ INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, 
 // out[q][d] = out[q][d] * shrink[q] + sum over t of weights[q][t] * values[t][d], for Q queries.
 template <class T, int Q>
 INLINE void add_values(float* out, int64_t ldo, const float* weights, const float* shrink, const T* v, int64_t ldv, int head_dim,
-                       int first, int last, Parts& soon) {
+                       int first, int last, Soon<T>& soon) {
   constexpr int D = W == 16 ? 4 : 2;
   int d = 0;
   for (; d + D * W <= head_dim; d += D * W) {
@@ -279,10 +287,14 @@ static __attribute__((noinline)) void add_seen(const Seen& all, const Seen& part
   *all.top = top, *all.total = *all.total * shrink + *part.total * weight;
 }
 
-// The result of one query. `sums` are in the order of `load_two` on AVX2, and are changed.
+// The result of one query. `sums` are in the order of `load_two` on AVX2 and of `interleaved` in integers, and are changed.
 template <class T, class A>
-INLINE void write_result(float* sums, float total, int64_t width, int head_dim, A* to) {
+INLINE void write_result(const KvLayout& layout, float* sums, float total, int64_t width, A* to) {
   const float share = 1.0f / total;
+  const int head_dim = (int)layout.head_dim;
+#if MOTET_LEVEL >= 3
+  if (in_integers<T>(layout)) in_order(sums, width);
+#endif
   if (MOTET_LEVEL == 1) each_two(sums, width, [](Two v) { return unsorted(v, (const T*)nullptr); });
   for (int d = 0; d < head_dim; d += W) store_n(to + d, load(sums + d) * share, head_dim - d);
 }
@@ -297,7 +309,7 @@ static void add_segments(const Attention& a, const SpreadRow& spread, int64_t kv
       float* part = a.partials + spread.partials + (segment * a.heads + head) * (width + 2);
       add_seen({scratch, &top, &total}, {part, part + width, part + width + 1}, width);
     }
-    write_result<T>(scratch, total, width, (int)a.layout.head_dim, out + spread.row * ldo + head * a.layout.head_dim);
+    write_result<T>(a.layout, scratch, total, width, out + spread.row * ldo + head * a.layout.head_dim);
   }
 }
 
@@ -320,6 +332,9 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
         const float* from = a.qkv + row * a.ldq + (h * per + g) * head_dim;
         for (int d = 0; d < head_dim; ++d) q[at * width + d] = from[d] * scale;
         if (MOTET_LEVEL == 1) each_two(q + at * width, width, [](Two v) { return sorted(v, (const T*)nullptr); });
+#if MOTET_LEVEL >= 3
+        if (in_integers<T>(a.layout)) to_bytes(q + at * width, head_dim);
+#endif
         top[at] = all_top[at] = -INFINITY;
         total[at] = all_total[at] = 0;
       }
@@ -366,7 +381,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
               position / block_size == first ? position % block_size / CHUNK * CHUNK : 0};
     };
 #else
-    Parts soon;  // of the next block, perhaps of the piece of work that comes after this one
+    Soon<T> soon;  // of the next block, perhaps of the piece of work that comes after this one
     const bool last = block + 1 == end_block;
     if (const AttentionItem* one = last ? after : &item) {
       const int64_t there = last ? first_block(*one) : block + 1, end = first_position(step, *one) + one->row1 - one->row0;
@@ -374,9 +389,9 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
       const int64_t filled = std::min(block_size, end - there * block_size), heads = one->head1 - one->head0;
       const int64_t bytes = a.layout.template keys<T>(heads) * (int64_t)sizeof(T);
       if (HAS_SCALES<T> || heads == kv_heads)
-        soon = Parts(next, HAS_SCALES<T> ? bytes : filled * token_stride * (int64_t)sizeof(T), 1, 0);
+        soon = Soon<T>(next, HAS_SCALES<T> ? bytes : filled * token_stride * (int64_t)sizeof(T), 1, 0);
       else
-        soon = Parts(next, bytes, 2 * filled, token_stride / 2 * (int64_t)sizeof(T));  // keys and values of every token
+        soon = Soon<T>(next, bytes, 2 * filled, token_stride / 2 * (int64_t)sizeof(T));  // keys and values of every token
     }
 #endif
     for (int64_t offset = 0; offset < block_size; offset += CHUNK) {
@@ -389,56 +404,77 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
       [[maybe_unused]] const auto scales_of = [&](int64_t h, int part) {
         return Scales<T>(tokens + a.layout.template keys<T>(h) + a.layout.scales(part), offset, here);
       };
-      Soon none{};  // the first queries prefetch for all
-      const auto score = [&](int64_t h, Soon& soon) {
+      Soon<T> none{};  // the first queries prefetch for all
+      const auto score = [&](int64_t h, Soon<T>& soon) {
         const int64_t mine = (h - item.head0) * queries;
         const T* k = keys_of(h);
         float *hq = q + mine * width, *hw = weights + mine * CHUNK;
 #define SCORE(Q) \
   score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, at ? none : soon, hw + at * CHUNK)
+#if MOTET_LEVEL >= 3
+#define SCORE_BYTES(Q) score_bytes<Q>(hq + at * width, width, k, token_stride, head_dim, here, at ? none : soon, hw + at * CHUNK)
+        if constexpr (HAS_SCALES<T>)
+          if (in_integers<T>(a.layout)) {
+            EACH_QUERIES(queries, SCORE_BYTES);
+            return;
+          }
+#endif
         EACH_QUERIES(queries, SCORE);
       };
-      const auto weigh = [&](int64_t h, const Scales<T>& key_scales, const Scales<T>& value_scales) {
-        const int64_t mine = (h - item.head0) * queries;
-        for (int i = 0; i < queries; ++i) {
+      // A weight takes many dependent steps, so each step is taken for all queries before the next.
+      const auto each_query = [&](auto&& f) {
+        for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
+          for (int i = 0; i < queries; ++i, ++at) f(h, i, at, weights + at * CHUNK);
+      };
+      const auto weigh_all = [&] {
+        each_query([&](int64_t h, int i, int64_t at, float* w) {
           const int64_t position = begin + i / per;
           const int low = a.window ? (int)std::max<int64_t>(0, position - a.window + 1 - base) : 0;
           const int high = (int)std::min<int64_t>(here, position + 1 - base);
-          float *w = weights + (mine + i) * CHUNK, &shrink = shrinks[mine + i];
-          key_scales.multiply(w);
+          scales_of(h, 0).multiply(w);
           for (int t = 0; t < std::min(low, CHUNK); ++t) w[t] = -INFINITY;
           for (int t = std::max(high, 0); t < CHUNK; ++t) w[t] = -INFINITY;
-          shrink = 1;
-          if (low >= high) {  // this row sees nothing here
-            memset(w, 0, CHUNK * sizeof(float));
-            continue;
-          }
+          shrinks[at] = top[at];
+          if (low >= high) return;  // this row sees nothing here
           vf most = load(w);
           for (int t = W; t < CHUNK; t += W) most = max(most, load(w + t));
-          const float now = larger_of(top[mine + i], most);
+          top[at] = larger_of(top[at], most);
+        });
+        each_query([&](int64_t h, int, int64_t at, float* w) {
+          const float before = shrinks[at], now = top[at];
           vf sum_here = zero();
           for (int t = 0; t < CHUNK; t += W) {
-            const vf e = exp(load(w + t) - broadcast(now));
+            const vf score = load(w + t), e = score == broadcast(-INFINITY) ? zero() : exp(score - broadcast(now));
             store(w + t, e);
             sum_here += e;
           }
-          if (now != top[mine + i]) shrink = expf(top[mine + i] - now);
-          value_scales.multiply(w);
-          total[mine + i] = total[mine + i] * shrink + sum(sum_here);
-          top[mine + i] = now;
-        }
+          shrinks[at] = now != before ? expf(before - now) : 1;
+          total[at] = total[at] * shrinks[at] + sum(sum_here);
+          scales_of(h, 1).multiply(w);
+        });
+#if MOTET_LEVEL >= 3
+        if (in_integers<T>(a.layout)) each_query([&](int64_t, int, int64_t, float* w) { weights_to_bytes(w); });
+#endif
       };
-      const auto add = [&](int64_t h, Soon& soon) {
+      const auto add = [&](int64_t h, Soon<T>& soon) {
         const int64_t mine = (h - item.head0) * queries;
         const T* v = keys_of(h) + a.layout.template values<T>();
         float *hs = sums + mine * width, *hw = weights + mine * CHUNK;
 #define ADD(Q)                                                                                                     \
   add_values<T, Q>(hs + at * width, width, hw + at * CHUNK, shrinks + mine + at, v, token_stride, head_dim, first, \
                    here, at ? none : soon)
+#if MOTET_LEVEL >= 3
+#define ADD_BYTES(Q)                                                                                                            \
+  add_bytes<Q>(hs + at * width, width, hw + at * CHUNK, shrinks + mine + at, v, token_stride, head_dim, first, here, at ? none : soon)
+        if constexpr (HAS_SCALES<T>)
+          if (in_integers<T>(a.layout)) {
+            EACH_QUERIES(queries, ADD_BYTES);
+            return;
+          }
+#endif
         EACH_QUERIES(queries, ADD);
       };
 #if MOTET_LEVEL == 1
-      // A weight takes many dependent steps, which those of all heads share
       const Tokens<T> next = after_chunk(offset);
       const int64_t last = item.head1 - 1, to_values = a.layout.template values<T>();
       const int64_t back = keys_of(item.head0) - keys_of(last);  // from the last head to the first
@@ -449,12 +485,12 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
         if (HAS_SCALES<T>) next.prefetch_scales(a.layout, h);
         score(h, {h < last ? keys_of(h + 1) - keys_of(h) : back + to_values, later(h)});
       }
-      for (int64_t h = item.head0; h <= last; ++h) weigh(h, scales_of(h, 0), scales_of(h, 1));
+      weigh_all();
       for (int64_t h = item.head0; h <= last; ++h)
         add(h, {h < last ? keys_of(h + 1) - keys_of(h) : back - to_values + later(item.head0), later(h)});
 #else
       for (int64_t h = item.head0; h < item.head1; ++h) score(h, soon);
-      for (int64_t h = item.head0; h < item.head1; ++h) weigh(h, scales_of(h, 0), scales_of(h, 1));
+      weigh_all();
       for (int64_t h = item.head0; h < item.head1; ++h) add(h, soon);
 #endif
     }
@@ -464,7 +500,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
   for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
     for (int64_t row = item.row0; row < item.row1; ++row)
       for (int64_t g = 0; g < per; ++g, ++at)
-        write_result<T>(all_sums + at * width, all_total[at], width, head_dim, out + row * ldo + (h * per + g) * head_dim);
+        write_result<T>(a.layout, all_sums + at * width, all_total[at], width, out + row * ldo + (h * per + g) * head_dim);
 }
 
 // All of a step. `out` [rows, ldo].
