@@ -422,16 +422,22 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
         EACH_QUERIES(queries, SCORE);
       };
       // A weight takes many dependent steps, so each step is taken for all queries before the next.
-      const auto each_query = [&](auto&& f) {
-        for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
-          for (int i = 0; i < queries; ++i, ++at) f(h, i, at, weights + at * CHUNK);
+      const auto each_query = [&](int part, auto&& f) {
+        for (int64_t h = item.head0, at = 0; h < item.head1; ++h) {
+#if MOTET_LEVEL >= 2
+          for (int i = 0; i < queries; ++i, ++at) f(scales_of(h, part), i, at, weights + at * CHUNK);  // one vector, loaded again
+#else
+          const Scales<T> scales = scales_of(h, part);
+          for (int i = 0; i < queries; ++i, ++at) f(scales, i, at, weights + at * CHUNK);
+#endif
+        }
       };
       const auto weigh_all = [&] {
-        each_query([&](int64_t h, int i, int64_t at, float* w) {
+        each_query(0, [&](const Scales<T>& scales, int i, int64_t at, float* w) {
           const int64_t position = begin + i / per;
           const int low = a.window ? (int)std::max<int64_t>(0, position - a.window + 1 - base) : 0;
           const int high = (int)std::min<int64_t>(here, position + 1 - base);
-          scales_of(h, 0).multiply(w);
+          scales.multiply(w);
           for (int t = 0; t < std::min(low, CHUNK); ++t) w[t] = -INFINITY;
           for (int t = std::max(high, 0); t < CHUNK; ++t) w[t] = -INFINITY;
           shrinks[at] = top[at];
@@ -440,7 +446,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
           for (int t = W; t < CHUNK; t += W) most = max(most, load(w + t));
           top[at] = larger_of(top[at], most);
         });
-        each_query([&](int64_t h, int, int64_t at, float* w) {
+        each_query(1, [&](const Scales<T>& scales, int, int64_t at, float* w) {
           const float before = shrinks[at], now = top[at];
           vf sum_here = zero();
           for (int t = 0; t < CHUNK; t += W) {
@@ -450,10 +456,11 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
           }
           shrinks[at] = now != before ? expf(before - now) : 1;
           total[at] = total[at] * shrinks[at] + sum(sum_here);
-          scales_of(h, 1).multiply(w);
+          scales.multiply(w);
         });
 #if MOTET_LEVEL >= 3
-        if (in_integers<T>(a.layout)) each_query([&](int64_t, int, int64_t, float* w) { weights_to_bytes(w); });
+        if (in_integers<T>(a.layout))
+          for (int64_t at = 0; at < all; ++at) weights_to_bytes(weights + at * CHUNK);
 #endif
       };
       const auto add = [&](int64_t h, Soon<T>& soon) {
