@@ -28,6 +28,7 @@ from motet.kernels.cpu.library import CpuEngine
 from motet.kernels.device.streams import DeviceStreams
 from motet.kernels.lora import LoraBatch
 from motet.kernels.pool import GROUPS, LINE, MODULES, LoraPool
+from motet.kernels.sending import send
 
 GROUP_NAMES = tuple(GROUPS)
 X, Y = 0, 1  # sides of a channel
@@ -259,9 +260,9 @@ class AssistedStep:
                     line=line,
                     slices=sum(1 << part.number for part, _ in parts),
                     end=end,
-                    sent=_on(device, sent),
-                    added=_on(device, np.concatenate([part.rows for part, _ in parts])),
-                    answered=_on(device, np.concatenate([part.at + np.arange(len(part.rows)) for part, _ in parts])),
+                    sent=send(sent, device),
+                    added=send(np.concatenate([part.rows for part, _ in parts]).astype(np.int64), device),
+                    answered=send(np.concatenate([part.at + np.arange(len(part.rows)) for part, _ in parts]), device),
                     elements=sum(elements for _, elements in parts),
                     work=sum(elements * len(part.rows) for part, elements in parts),
                 )
@@ -272,12 +273,6 @@ class AssistedStep:
 def _elements(pool: LoraPool, slot: int, module: str) -> int:
     """The number of elements in an adapter's pages of one layer."""
     return int(pool.pages[slot, MODULES.index(module)]) * LINE * sum(pool.shapes[module])
-
-
-def _on(device: torch.device, indices: np.ndarray) -> torch.Tensor:
-    """`indices` as int64 on the device. The host does not wait for the copy."""
-    host = torch.from_numpy(indices.astype(np.int64))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _word(address: int) -> int:

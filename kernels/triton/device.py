@@ -145,6 +145,19 @@ def lora_shrink(
 
 
 @triton.jit
+def _load_b(layer_at, line, j, width, n, inside, ALIGN: tl.constexpr, WHOLE_N: tl.constexpr):
+    """Rows of B [ranks, columns]: rank j of a block lies in the page at `line`, -1 beyond the adapter's rank."""
+    held = line >= 0
+    rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
+    weights = layer_at + rank_row[:, None] + n[None, :]
+    if WHOLE_N:
+        b = tl.load(weights, mask=held[:, None], other=0.0)
+    else:
+        b = tl.load(weights, mask=held[:, None] & inside[None, :], other=0.0)
+    return b
+
+
+@triton.jit
 def _expand_few(
     y, y_stride, arena, at_layer, column, tile, width, scale, h_segment, h_row, h_plane, splits, rows, item_pages,
     item, blocks, first, count,
@@ -163,13 +176,7 @@ def _expand_few(
         total = tl.zeros((BN,), dtype=tl.float32)
         for block in range(blocks):
             line = tl.load(item_pages + (item + block) * (R // PAGE_RANKS) + j // PAGE_RANKS)
-            held = line >= 0
-            rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
-            weights = arena + at_layer + rank_row[:, None] + n[None, :]
-            if WHOLE_N:
-                b = tl.load(weights, mask=held[:, None], other=0.0)
-            else:
-                b = tl.load(weights, mask=held[:, None] & inside[None, :], other=0.0)
+            b = _load_b(arena + at_layer, line, j, width, n, inside, ALIGN, WHOLE_N)
             _wait(EARLY)
             part = h_segment + (first + m) * h_row + (q * h_plane)[:, None] + (block * R + j)[None, :]
             planes = tl.load(part, mask=(q < splits)[:, None], other=0.0)
@@ -211,19 +218,11 @@ def _expand_many(
         acc = tl.zeros((M, BN), dtype=tl.float32)
         for block in range(0, blocks, RANKS // R):
             exists = block + j // R < blocks
-            if block > 0:
+            if blocks > RANKS // R:  # they take turns
                 sums = _planes_sum(part + block * R, live[:, None] & exists[None, :], h_plane, splits)
             line = tl.load(item_pages + (item + block) * (R // PAGE_RANKS) + j // PAGE_RANKS, mask=exists, other=-1)
-            held = line >= 0
-            rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
-            weights = arena + at_layer + rank_row[:, None] + n[None, :]
-            if WHOLE_N:
-                b = tl.load(weights, mask=held[:, None], other=0.0)
-            else:
-                b = tl.load(weights, mask=held[:, None] & inside[None, :], other=0.0)
+            b = _load_b(arena + at_layer, line, j, width, n, inside, ALIGN, WHOLE_N)
             acc = _dot(sums if UPCAST else sums.to(b.dtype), b, acc, UPCAST)
-        if blocks > RANKS // R:
-            sums = _planes_sum(part, live[:, None] & (j < blocks * R)[None, :], h_plane, splits)
         acc *= scale
         y_tile = y + (row * y_stride)[:, None] + (column + n)[None, :]
         mask = live[:, None] if WHOLE_N else live[:, None] & inside[None, :]

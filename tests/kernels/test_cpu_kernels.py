@@ -393,9 +393,8 @@ def test_attention_is_softmax_over_what_a_row_may_see(engine: CpuEngine, dtype: 
                 weights = torch.softmax(k @ qkv[start + r, head].double() / head_dim**0.5, 0)
                 want[start + r, head] = weights @ v
     out = attention(engine, step, qkv, cache.data, heads, window)
-    close(
-        out, want.flatten(1), 5e-5 if dtype == torch.int8 else 1e-5
-    )  # with VNNI queries and weights of 8-bit caches have 15 bits
+    rounded = dtype == torch.int8 and engine.isa in ("avx512bf16", "amx")  # with VNNI queries have 15 bits
+    close(out, want.flatten(1), 5e-5 if rounded else 1e-5)
     one = attention(engine, one_of(step, 3, counts), qkv[11:81].clone(), cache.data, heads, window)
     assert torch.equal(one, out[11:81]), "others in the batch make no difference"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,7 +79,11 @@ def test_mixed_ranks_and_scattered_pages_follow_the_formula(
     monkeypatch.setattr(launches, "_multiprocessors", lambda device: multiprocessors)
     pool, held = gpu_pool()
     slots = np.array([0, 1, -1, 2, 3, 4, 5, 2, -1, *[3] * 17], dtype=np.int32)
+    small = {name: replace(launch, block=16, wide=16) for name, launch in launches.SHRINKS.items()}
+    monkeypatch.setattr(launches, "SHRINKS", small)  # or K has one part
     batch = LoraBatch.build(pool, slots, plan)
+    parts = [count for count, _ in batch.splits.values()]
+    assert (max(parts) > 1) == (multiprocessors > 1 or plan == "decode")
     assert_follows_the_formula(pool, held, slots, batch, "qkv" if multiprocessors == 1 else "down")
 
 

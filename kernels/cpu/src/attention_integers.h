@@ -57,13 +57,8 @@ struct QueryBytes {
 // Turns a query's floats into bytes. Its scale is NaN if one of them is not finite.
 INLINE void to_bytes(float* query, int head_dim) {
   alignas(64) int8_t high[256], low[256];
-  vf most = zero(), odd = zero();
-  for (int d = 0; d < head_dim; d += W) {
-    const vf x = load(query + d);
-    most = max(most, (vf)((vu)x & 0x7fffffffu));
-    odd += x * 0.0f;
-  }
-  const float limit = largest(most), scale = (limit + sum(odd)) / (127 * 128), inverse = limit > 1e-30f ? 127 * 128 / limit : 0;
+  const float limit = largest_magnitude(query, head_dim), scale = limit / (127 * 128);
+  const float inverse = limit > 1e-30f ? 127 * 128 / limit : 0;
   int32_t sums = 0;
   for (int d = 0; d < head_dim; d += W) {
     const vi whole = nearest(load(query + d) * inverse), upper = (whole + 64) >> 7;

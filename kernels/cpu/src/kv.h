@@ -44,15 +44,20 @@ struct KvLayout {
   int64_t scales(int part) const { return 2 * block_size * head_dim + part * block_size * (int64_t)sizeof(float); }
 };
 
-// `n` values as whole numbers; returns their scale.
-INLINE float round_head(const float* x, int64_t n, int8_t* to) {
+// The largest magnitude of `n` values; NaN if one of them is not finite.
+INLINE float largest_magnitude(const float* x, int64_t n) {
   vf most = zero(), odd = zero();
   for (int64_t i = 0; i < n; i += W) {
     const vf v = load_n(x + i, (int)std::min<int64_t>(W, n - i));
     most = max(most, (vf)((vu)v & 0x7fffffffu));
     odd += v * 0.0f;
   }
-  const float limit = largest(most) + sum(odd);  // NaN if a value is not finite
+  return largest(most) + sum(odd);
+}
+
+// `n` values as whole numbers; returns their scale.
+INLINE float round_head(const float* x, int64_t n, int8_t* to) {
+  const float limit = largest_magnitude(x, n);
   const float inverse = limit > 1e-30f ? 127.0f / limit : 0.0f;
   for (int64_t i = 0; i < n; i += W) {
     const int live = (int)std::min<int64_t>(W, n - i);
