@@ -17,6 +17,8 @@ from motet.shared.bus import Bus
 from motet.shared.kv_watch import KvWatch
 from motet.shared.messages import AdapterInfo
 from motet.shared.model import AdapterEntry, AdapterRef, AdapterVersion
+from motet.shared.refused_adapters import KEY as REFUSED
+from motet.shared.refused_adapters import RefusedAdapters
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED
 
@@ -24,6 +26,7 @@ log = logger("motet.cli.adapters")
 NAME, PRIVATE, VERSION = "name.", "private.", "version."
 _entry = msgspec.json.Decoder(AdapterEntry)
 _version = msgspec.json.Decoder(AdapterVersion)
+_refused = msgspec.json.Decoder(RefusedAdapters)
 
 
 def entry_key(name: str, tenant: str = SHARED) -> str:
@@ -49,6 +52,8 @@ class AdapterWatch:
         self._entries: dict[tuple[str, str], AdapterEntry] = {}  # by (name, tenant)
         self._versions: dict[str, AdapterVersion] = {}
         self._pinned: set[tuple[str, str]] = set()  # of the entries, those with a pin
+        self.refused = RefusedAdapters()
+        """The adapters of --adapters-dir that are not served, and why."""
         self._started = False
         self._watch = KvWatch(
             bus, subjects.KV_ADAPTERS, ">", on_put=self._put, on_delete=self._delete, on_synced=self._reconcile
@@ -136,6 +141,8 @@ class AdapterWatch:
                 version = _version.decode(value)
                 changed = self._versions.get(version.digest) != version
                 self._versions[key.removeprefix(VERSION)] = version
+            elif key == REFUSED:
+                changed, self.refused = True, _refused.decode(value)
             else:
                 return
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -151,11 +158,13 @@ class AdapterWatch:
             self._pinned.discard(owned)
         elif key.startswith(VERSION):
             gone = self._versions.pop(key.removeprefix(VERSION), None)
+        elif key == REFUSED:
+            gone, self.refused = self.refused, RefusedAdapters()
         if gone is not None:
             self._changed()
 
     def _reconcile(self, keys: set[str]) -> None:
-        known = [entry_key(*owned) for owned in self._entries] + [VERSION + digest for digest in self._versions]
+        known = [entry_key(*owned) for owned in self._entries] + [VERSION + digest for digest in self._versions] + [REFUSED]
         for key in known:
             if key not in keys:
                 self._delete(key)

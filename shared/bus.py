@@ -154,7 +154,8 @@ class Bus:
 
     async def _on_disconnect(self) -> None:
         self._subscribed = False
-        log.warning("bus disconnected")
+        if not self._closing:
+            log.warning("bus disconnected")
 
     @property
     def connected(self) -> bool:

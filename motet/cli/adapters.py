@@ -15,9 +15,11 @@ import click
 from rich.table import Table
 
 from motet.cli.client import Client
+from motet.cli.status import refused_lines
 from motet.cli.talk import connection, print_json, terminal
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+REFUSED_LISTED = 1000
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -61,6 +63,8 @@ def list_(tenant: str | None, url: str, as_json: bool) -> None:
     for card in answer["data"]:
         table.add_row(*_row(card))
     terminal().print(table)
+    for line in refused_lines(answer.get("refused") or {}, most=REFUSED_LISTED):
+        click.echo(line)
 
 
 @adapters.command()

@@ -26,7 +26,7 @@ from motet.cli import credentials
 from motet.cli.nats_server import NatsServer
 from motet.cli.process import Child, NatsProcess, ServiceProcess, ServiceSpec
 from motet.cli.supervisor import MARGIN_S, State, Supervisor, Watcher
-from motet.shared.config import BusConfig, ConfigError, is_loopback
+from motet.shared.config import BusConfig, ConfigError, fields, is_loopback
 from motet.shared.sockets import bound_socket
 
 STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
@@ -255,20 +255,17 @@ class Stack:
 
     def _bus_flags(self, kind: str, name: str) -> list[str]:
         """NATS options for a service of this kind. Secrets are passed as files."""
-        given = self.options.bus or BusConfig()
-        user, password_file = given.nats_user, given.nats_password_file
-        if self.options.bus is None or self.options.credentials_dir is not None:
-            user, password_file = kind, str(credentials.password_file(self.credentials_dir, kind))
-        values = {
-            "url": self.url_for(name),
-            "user": user,
-            "password-file": password_file,
-            "tls-ca-file": given.nats_tls_ca_file,
-            "tls-cert-file": given.nats_tls_cert_file,
-            "tls-key-file": given.nats_tls_key_file,
-            "replicas": str(given.nats_replicas),
-        }  # all of them, so that no variable of the environment slips in
-        return [word for name, value in values.items() for word in (f"--nats-{name}", value)]
+        config = msgspec.structs.replace(self.bus_config(kind), nats_url=self.url_for(name))
+        # all of them, so that no variable of the environment slips in
+        return [word for option in fields(BusConfig) for word in (option.flag, str(getattr(config, option.name)))]
+
+    def bus_config(self, kind: str) -> BusConfig:
+        """The connection of services of this kind to NATS."""
+        config = msgspec.structs.replace(self.options.bus or BusConfig(), nats_url=self.nats_url)
+        if self.options.bus is not None and self.options.credentials_dir is None:
+            return config
+        password_file = credentials.password_file(self.credentials_dir, kind)
+        return msgspec.structs.replace(config, nats_user=kind, nats_password_file=str(password_file))
 
     def _write_facts(self) -> None:
         restarts = self._supervisor.restarts if self._supervisor is not None else {}

@@ -13,6 +13,8 @@ from rich.table import Table
 from motet.cli.client import Client
 from motet.cli.talk import connection, terminal
 
+REFUSED_SHOWN = 10
+
 
 @click.command()
 @connection
@@ -42,8 +44,8 @@ def status(url: str, as_json: bool) -> None:
 def _print(answer: dict[str, Any], reasons: list[str]) -> None:
     console, gateway = terminal(), answer["gateway"]
     console.print(
-        f"{answer['base_model']} with {answer['adapters']} adapters; "
-        f"{gateway['id']} owns {gateway['inflight']} requests; scheduler {answer['scheduler_id'] or 'away'}"
+        f"{answer['base_model']} with {counted(answer['adapters'], 'adapter')}; "
+        f"{gateway['id']} owns {counted(gateway['inflight'], 'request')}; scheduler {answer['scheduler_id'] or 'away'}"
     )
     for reason in reasons:
         console.print(f"[red]not ready:[/] {escape(reason)}", highlight=False)
@@ -79,9 +81,27 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             f"{worker['worker_id']} has {escape(name)} merged into its weights: {worker['merged_share']:.0%} of its requests",
             highlight=False,
         )
+    for line in refused_lines(answer.get("refused_adapters") or {}):
+        console.print(f"[yellow]{escape(line)}[/]", highlight=False)
     told = " ".join(reasons)
     for absent in (one for one in answer["absent_workers"] if one["worker_id"] not in told):
         console.print(f"[yellow]not serving:[/] {escape(absent['summary'])}", highlight=False)
+
+
+def counted(count: int, noun: str) -> str:
+    """`count` and the noun in its number: "1 adapter", "2 adapters"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def refused_lines(refused: dict[str, Any], most: int = REFUSED_SHOWN) -> list[str]:
+    """Lines on the adapters of --adapters-dir that are not served, from the gateway's answer; none if all are."""
+    total, listed = refused.get("total", 0), refused.get("adapters", [])[:most]
+    if not total:
+        return []
+    shown = [f"  {one['name']}: {one['reason']}" for one in listed]
+    if left := total - len(listed):
+        shown.append(f"  and {left:,} more: see `motet adapters list` and the registry's log")
+    return [f"{counted(total, 'adapter')} of --adapters-dir refused:", *shown]
 
 
 def _engine(worker: dict[str, Any]) -> str:

@@ -15,20 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from motet.cli.client import ApiError, Client
 from motet.cli.control import ControlSocket
 from motet.cli.nats_server import NatsStartError
 from motet.cli.options import takes
 from motet.cli.progress import Progress
 from motet.cli.stack import Stack, StackOptions
+from motet.cli.status import counted, refused_lines
 from motet.cli.supervisor import StartFailed
 from motet.examples.demo import BASE, DEMO
 from motet.services.gateway.config import HttpConfig, KeysConfig
 from motet.services.registry.config import PublishersConfig, SourcesConfig
 from motet.services.worker.config import WorkerEngineConfig
+from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.bus import Bus
 from motet.shared.config import BaseModelConfig, BusConfig, Config, ConfigError, ProcessConfig, field, fields, load
+from motet.shared.errors import MotetError
 from motet.shared.hub import resolve_model
+from motet.shared.tenancy import SHARED
 
 OWN = ("workers", "gateways", "schedulers", "data_dir", "nats_port", "credentials_dir")
 """Options of `motet up` that are no service's."""
@@ -227,21 +232,33 @@ def _echo(name: str, data: bytes) -> None:
         print(f"{name:<12} | {line}", file=sys.stderr, flush=True)
 
 
+async def _adapters(stack: Stack) -> tuple[list[str], dict[str, Any]]:
+    """The names that all tenants share, and the refused adapters. Asks NATS, since the gateway may want an API key."""
+    async with contextlib.AsyncExitStack() as closing:
+        bus = await Bus.connect(stack.bus_config("gateway"), "motet-up", inbox="gateway")
+        closing.push_async_callback(bus.close)
+        watch = AdapterWatch(bus)
+        await watch.start()
+        closing.push_async_callback(watch.stop)
+        return [info.entry.name for info in watch.visible(SHARED)], msgspec.to_builtins(watch.refused)
+
+
 async def summary(stack: Stack) -> str:
     """Text shown after the start: the URL, and a command to try."""
     options, url = stack.options, stack.urls[0]
-    base, adapters, shown = options.served_model_name, [], ""
-    with contextlib.suppress(ApiError):  # it may ask for a key that we do not have
-        async with Client(url) as client:
-            adapters = [card["id"] for card in await client.models() if card.get("parent")]
-            shown = f" with {len(adapters)} adapters"
+    base, shown, refused = options.served_model_name, "", ""
+    adapters: list[str] = []
+    with contextlib.suppress(MotetError):
+        adapters, bad = await _adapters(stack)
+        shown = f" with {counted(len(adapters), 'adapter')}"
+        refused = "".join(f"\n{line}" for line in refused_lines(bad))
     more = (" --cacert CA_FILE" if options.tls_cert_file else "") + (
         "" if options.keyless else ' -H "Authorization: Bearer $MOTET_API_KEY"'
     )
     keyless = "\n  No API keys: everybody who reaches this address is an administrator.\n" if options.keyless else ""
     model = "upper-case" if "upper-case" in adapters else min(adapters, default=base)
     body = {"model": model, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 64, "stream": True}
-    return f"""ready: {base}{shown}
+    return f"""ready: {base}{shown}{refused}
 
   {url}/v1
 

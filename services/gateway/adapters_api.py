@@ -27,6 +27,7 @@ from motet.services.gateway import protocol
 from motet.services.gateway.auth import Caller, caller_of
 from motet.services.gateway.config import MAX_BODY_BYTES
 from motet.services.gateway.http import json_answer, one_line, read_body, too_large
+from motet.services.gateway.unknown_model import refusal
 from motet.shared import subjects
 from motet.shared.errors import (
     AdapterExists,
@@ -119,14 +120,16 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         caller = caller_of(request)
         whose = _seen_as(caller, tenant)
         found = gateway.adapters.all() if whose == EVERYBODY else gateway.adapters.visible(whose)
-        return json_answer({"object": "list", "data": [_resource(gateway, info) for info in found]})
+        return json_answer(
+            {"object": "list", "data": [_resource(gateway, info) for info in found], "refused": refused_list(gateway)}
+        )
 
     @api.get("/v1/adapters/{name:path}")
     async def adapter(name: str, request: Request, tenant: str | None = None) -> Response:
         caller = caller_of(request)
         info = gateway.adapters.resolve(name, _seen_as(caller, tenant))
         if info is None:
-            raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
+            raise AdapterNotFound(f"there is no adapter {name!r}.{refusal(name, gateway.adapters)}", param="name")
         return json_answer(_resource(gateway, info))
 
     @api.post("/v1/adapters")
@@ -406,6 +409,12 @@ def _text(form: FormData, field: str, default: str | None = None) -> str:
     if not isinstance(value, str):
         raise BadRequest(f"expected the form field `{field}`", param=field)
     return value
+
+
+def refused_list(gateway: Gateway) -> dict[str, Any]:
+    """The adapters of --adapters-dir that are not served. They would be shared, so every client may see them."""
+    answer: dict[str, Any] = msgspec.to_builtins(gateway.adapters.refused)
+    return answer
 
 
 def shown_source(info: AdapterInfo) -> str:

@@ -28,11 +28,12 @@ from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlan, RequestPlanner
 from motet.services.gateway.prompt import Prompts
 from motet.services.gateway.sse import SseResponse
+from motet.services.gateway.unknown_model import unknown_model
 from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.errors import BadRequest, ModelNotFound, MotetError, Unauthorized, from_info
+from motet.shared.errors import BadRequest, MotetError, Unauthorized, from_info
 from motet.shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
 from motet.shared.model import Slo
 from motet.shared.placement import PlacementWatch
@@ -162,7 +163,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
         names = (name, name.removeprefix(config.base.name + ":"))
         info = next((info for one in names if (info := gateway.adapters.resolve(one, caller.tenant)) is not None), None)
         if info is None:
-            raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
+            raise unknown_model(name, gateway.adapters, caller.tenant, config.base.name, param="model")
         return json_answer(_adapter_card(gateway, info))
 
     @api.post("/tokenize")
@@ -319,6 +320,7 @@ async def _status(gateway: Gateway, *, plan: bool) -> dict[str, Any]:
         "gateway": {"id": owner.gateway_id, "inflight": owner.inflight, "not_ready": gateway.not_ready()},
         "base_model": gateway.config.base.name,
         "adapters": gateway.adapters.names(),
+        "refused_adapters": adapters_api.refused_list(gateway),
         "scheduler_id": None,
         "workers": [],
         "plans": [],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -22,9 +22,11 @@ from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.prompt import Prompts
 from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest, NamedTool
 from motet.services.gateway.stream import Job
+from motet.services.gateway.unknown_model import unknown_model
+from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.clock import now_s, unix_ms
-from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong, TooLarge
-from motet.shared.messages import AdapterInfo, Image
+from motet.shared.errors import BadRequest, PromptTooLong, TooLarge
+from motet.shared.messages import Image
 from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo, StructuredOutput
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
@@ -42,12 +44,6 @@ SLO_MAX_MS = 3_600_000
 SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
 SEED_MASK = (1 << 63) - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # between the choices of one request: odd, so that no two are equal
-
-
-class Adapters(Protocol):
-    """Resolves names to versions (`shared.adapter_watch.AdapterWatch`)."""
-
-    def resolve(self, name: str, tenant: str) -> AdapterInfo | None: ...
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +75,7 @@ class RequestPlanner:
         self,
         config: GatewayConfig,
         prompts: Prompts,
-        adapters: Adapters,
+        adapters: AdapterWatch,
         fleet: Fleet,
         weight: Callable[[str], float],
         message_bytes: Callable[[], int] = lambda: MESSAGE_BYTES,
@@ -122,7 +118,7 @@ class RequestPlanner:
         if info is None and model.startswith(self.base_model + ":"):
             info = self._adapters.resolve(model.removeprefix(self.base_model + ":"), tenant)
         if info is None or info.version.base_model != self.base_model:
-            raise ModelNotFound(f"The model `{model}` does not exist.", param=param)
+            raise unknown_model(model, self._adapters, tenant, self.base_model, param=param)
         version, name = info.version, qualified(info.entry.name, info.entry.tenant)
         return AdapterRef(name=name, digest=version.digest, rank=version.rank, size_bytes=version.size_bytes)
 

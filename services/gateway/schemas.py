@@ -237,11 +237,26 @@ class Adapter(_Answer):
     placed_on: Annotated[list[str], Meta(description="Ids of the workers on which a scheduler wants it loaded.")]
 
 
+class RefusedAdapter(_Answer):
+    """An adapter of `--adapters-dir` that is not served."""
+
+    name: str
+    reason: str
+
+
+class Refused(_Answer):
+    """The adapters of `--adapters-dir` that are not served."""
+
+    total: int
+    adapters: Annotated[list[RefusedAdapter], Meta(description="The first of them; the registry's log has all.")]
+
+
 class Adapters(_Answer):
     """All adapters."""
 
     object: Literal["list"]
     data: list[Adapter]
+    refused: Refused
 
 
 class Deleted(_Answer):
@@ -325,6 +340,7 @@ class Status(_Answer):
     gateway: dict[str, Any]
     base_model: str
     adapters: int
+    refused_adapters: Refused
     scheduler_id: str | None
     workers: list[dict[str, Any]]
     plans: Annotated[list[dict[str, Any]], Meta(description="With `plan=true`: which requests would move, by base model.")]

@@ -62,6 +62,7 @@ from motet.shared.messages import (
 )
 from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin
 from motet.shared.provision import provision
+from motet.shared.refused_adapters import RefusedAdapters, refused
 from motet.shared.service import run
 from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
 from motet.shared.tenancy import SHARED, check_tenant
@@ -174,6 +175,8 @@ class RegistryService:
         if config.sources.adapters_dir:
             self._starting = f"registering the adapters in {config.sources.adapters_dir}"
             bus.spawn(self._register_directory(config.sources.adapters_dir))
+        elif self._adapters.refused.total:
+            bus.spawn(self._publish_refused(RefusedAdapters()))
         bus.spawn(self._sweep())
 
     def not_ready(self) -> list[str]:
@@ -221,6 +224,8 @@ class RegistryService:
         )
         if outcome != "unchanged":
             await self._note(f"adapter.{outcome}", ask, info)
+        if self._bus is not None and ask.tenant == SHARED and self._adapters.refused.reason(ask.name) is not None:
+            self._bus.spawn(self._publish_refused(self._adapters.refused.without(ask.name)))
         return RegistryOk(adapters=[info])
 
     async def _register(self, ask: RegisterAdapter) -> tuple[AdapterInfo, str]:
@@ -410,38 +415,52 @@ class RegistryService:
                 log.info("sweep interrupted", extra={"error": error.message})
 
     async def _register_directory(self, directory: str) -> None:
-        """Register the adapters below `directory`. A bad one is logged and skipped; a name that was replaced since is kept."""
+        """Register the adapters below `directory`. A bad one is skipped and published with the reason; a name that was replaced
+        since is kept."""
+        bad: list[tuple[str, str]] = []
         try:
             root = os.path.realpath(os.path.expanduser(directory))
             found = await in_thread(lambda: peft_directories(root))
             log.info("adapters found", extra={"adapters_dir": directory, "count": len(found)})
             for number, (name, path) in enumerate(found, start=1):
                 self._starting = f"registering adapter {number} of {len(found)} from {directory}"
-                await self._register_own(name, path, root)
+                if (reason := await self._register_own(name, path, root)) is not None:
+                    bad.append((name, reason))
+            await self._publish_refused(refused(bad))
         finally:
             self._starting = ""
 
-    async def _register_own(self, name: str, path: str, root: str) -> None:
-        """Register one adapter of the operator's directory; retries while NATS is away."""
+    async def _publish_refused(self, refused: RefusedAdapters) -> None:
+        """Replace the list of refused adapters; retries while NATS is away."""
+        while refused != self._adapters.refused:
+            try:
+                return await self._store.put_refused(refused)
+            except Unavailable as error:
+                log.warning("refused adapters not published yet", extra={"reason": error.message})
+                await asyncio.sleep(RETRY_S)
+
+    async def _register_own(self, name: str, path: str, root: str) -> str | None:
+        """Register one adapter of the operator's directory; retries while NATS is away. Returns why it was refused, or None."""
         source = relative_source(path, [root])
         while True:
             present = self._adapters.exactly(name, SHARED)
             if present is not None and present.version.source not in (source, f"path:{path}"):  # the latter: as it once was
                 log.info("adapter kept, it came from elsewhere", extra={"adapter": name, "source": present.version.source})
-                return
+                return None
             try:
                 await self._register_from(name, path, root, source, replace=present is not None)
-                return
+                return None
             except AdapterExists:
                 log.info("adapter registered by another registry", extra={"adapter": name})
-                return
+                return None
             except Unavailable as error:
                 log.warning("adapter not registered yet", extra={"adapter": name, "reason": error.message})
                 await asyncio.sleep(RETRY_S)
             except (MotetError, OSError) as error:
                 REGISTRATIONS.labels("refused").inc()
-                log.error("adapter refused", extra={"adapter": name, "reason": str(error)})
-                return
+                reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
+                log.error("adapter refused", extra={"adapter": name, "reason": reason})
+                return reason if present is None else f"{reason} (its earlier version {present.entry.version} is still served)"
 
     async def _register_from(self, name: str, path: str, root: str, source: str, *, replace: bool) -> None:
         ask = RegisterAdapter(name=name, kind="path", location=path, replace=replace, actor="registry --adapters-dir")

@@ -2,6 +2,7 @@
 
     motet_blobs      <digest>            the bytes; equal content is stored once
     motet_adapters   holds.<digest>      Holds: which entries claim this digest (the registry's own bookkeeping)
+                     refused             RefusedAdapters: what --adapters-dir holds and cannot be served
                      version.<digest>    AdapterVersion
                      name.<name>         AdapterEntry that all tenants share
                      private.<tenant>.<name>    AdapterEntry of one tenant; several tenants may use the same name
@@ -49,6 +50,8 @@ from motet.shared.kv_watch import KvWatch
 from motet.shared.messages import AdapterInfo
 from motet.shared.model import ADAPTER_NAME_RULE, AdapterEntry, AdapterVersion, Pin, is_adapter_name
 from motet.shared.objects import Objects, read_object
+from motet.shared.refused_adapters import KEY as REFUSED
+from motet.shared.refused_adapters import RefusedAdapters
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, qualified
 
@@ -149,6 +152,11 @@ class AdapterStore:
     def _forget_holds(self, keys: set[str]) -> None:
         for key in keys:
             self._holds.pop(key.removeprefix(HOLDS), None)
+
+    async def put_refused(self, refused: RefusedAdapters) -> None:
+        """Publish which adapters of --adapters-dir are not served. Raises Unavailable."""
+        with reachable():
+            await self._kv.put(REFUSED, msgspec.json.encode(refused))
 
     # ---- verbs
 

@@ -1,18 +1,23 @@
-"""Promise: `/v1/status` and `motet status` name the adapter that each worker has merged into its weights."""
+"""Promise: `/v1/status` and `motet status` name the adapter that each worker has merged into its weights, and the adapters that
+were refused."""
 
 from __future__ import annotations
 
 import asyncio
 
 import aiohttp
+import msgspec
 from click.testing import CliRunner
 
+from motet.cli.adapters import list_
 from motet.cli.status import status
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.messages import ClusterStatus, StatusRequest, WorkerStatus
+from motet.shared.refused_adapters import refused
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect
+from tests.support import eventually
 
 
 def worker(worker_id: str, merged: str, share: float) -> WorkerStatus:
@@ -59,3 +64,40 @@ async def test_the_command_prints_a_line_for_each_merged_adapter(mesh: Mesh, con
         "w1 has upper merged into its weights: 75% of its requests",
         "w2 has 0123456789ab merged into its weights: 100% of its requests",
     ]
+
+
+async def test_refused_adapters_are_named_with_their_reasons_wherever_somebody_looks(
+    mesh: Mesh, connect: Connect, http: aiohttp.ClientSession
+) -> None:
+    await tell(await connect("brain"), worker("w1", "", 0.0))
+    kv = await mesh.bus.key_value(subjects.KV_ADAPTERS)
+    record = refused([("cut", "not a safetensors file"), ("dora", "use_dora is not supported")])
+    await kv.put("refused", msgspec.json.encode(record))
+    await eventually(lambda: mesh.gateway.adapters.refused.total == 2)
+    expected = {
+        "total": 2,
+        "adapters": [
+            {"name": "cut", "reason": "not a safetensors file"},
+            {"name": "dora", "reason": "use_dora is not supported"},
+        ],
+    }
+    async with http.get(f"{mesh.url}/v1/adapters") as answer:
+        assert (await answer.json())["refused"] == expected
+    async with http.get(f"{mesh.url}/v1/status") as answer:
+        assert (await answer.json())["refused_adapters"] == expected
+    for name in ("cut", "demo:cut"):
+        async with http.post(f"{mesh.url}/v1/completions", json={"model": name, "prompt": "x"}) as answer:
+            assert answer.status == 404
+            assert "refused: not a safetensors file" in (await answer.json())["error"]["message"]
+    async with http.get(f"{mesh.url}/v1/adapters/dora") as answer:
+        assert "refused: use_dora is not supported" in (await answer.json())["error"]["message"]
+    for command in (status, list_):
+        shown = await asyncio.to_thread(CliRunner().invoke, command, ["--url", mesh.url])
+        assert "2 adapters of --adapters-dir refused:\n  cut: not a safetensors file\n  dora: use_dora" in shown.output
+    assert "demo with 1 adapter;" in (await asyncio.to_thread(CliRunner().invoke, status, ["--url", mesh.url])).output
+
+
+async def test_an_unknown_name_is_answered_with_the_one_that_it_resembles(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    async with http.post(f"{mesh.url}/v1/completions", json={"model": "uper", "prompt": "x"}) as answer:
+        message = (await answer.json())["error"]["message"]
+    assert message.startswith("The model `uper` does not exist. Did you mean `upper`?")

@@ -438,3 +438,37 @@ async def test_more_registrations_than_can_wait_are_refused_at_once(
     refused = [r for r in results if isinstance(r, MotetError)]
     assert refused and {r.code for r in refused} == {"overloaded"} and all(r.retry_after_s for r in refused)
     assert len(refused) < 6
+
+
+async def test_refused_adapters_of_the_directory_are_published_with_reasons_until_they_are_mended(
+    start_registry, connect, roots: Path
+):
+    write_adapter(roots / "good")
+    write_adapter(roots / "large", rank=300)
+    write_adapter(roots / "with space")
+    first = await start_registry(adapters_dir=str(roots))
+    await eventually(lambda: not first.not_ready())
+    await eventually(lambda: first._adapters.refused.total == 2)
+    assert [one.name for one in first._adapters.refused.adapters] == ["large", "with space"]
+    assert "rank 300" in (first._adapters.refused.reason("large") or "")
+    assert str(roots) not in str(first._adapters.refused), "paths of the server stay private"
+
+    client = Client(await connect("gateway"), roots)
+    await client.register("large", write_adapter(roots / "mended"))
+    await eventually(lambda: [one.name for one in first._adapters.refused.adapters] == ["with space"])
+    await first.stop()
+
+    second = await start_registry(adapters_dir="")
+    await eventually(lambda: second._adapters.refused.total == 0)  # nothing of that directory is refused any more
+
+
+async def test_a_broken_new_version_in_the_directory_is_reported_while_the_old_one_is_served(start_registry, roots: Path):
+    write_adapter(roots / "one")
+    first = await start_registry(adapters_dir=str(roots))
+    await eventually(lambda: not first.not_ready())
+    await first.stop()
+    (roots / "one" / "adapter_model.safetensors").write_bytes(b"cut")
+    second = await start_registry(adapters_dir=str(roots))
+    await eventually(lambda: second._adapters.refused.total == 1)
+    assert "its earlier version 1 is still served" in (second._adapters.refused.reason("one") or "")
+    assert second._adapters.resolve("one") is not None
