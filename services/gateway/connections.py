@@ -24,6 +24,7 @@ from typing import Any, Literal
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from motet.services.gateway.upgrade import PlainParser
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, HeadersTooLarge, MotetError, Overloaded, Timeout
 
@@ -46,6 +47,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._plain = PlainParser(self)
+        self.parser = self._plain  # type: ignore[assignment]  # it has what uvicorn uses
         self.phase: Literal["head", "body", "answer"] = "head"
         self.since_s = now_s()  # when the phase began
         self.closing_s = 0.0  # when it was refused, or first seen closing
@@ -92,7 +95,7 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self.refused:
+        if self.refused or self._plain.begins_again():
             return
         self._enter("body")
         super().on_headers_complete()
@@ -102,7 +105,7 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.refused:
+        if self.refused or self._plain.ignoring:
             return
         self._enter("answer")
         super().on_message_complete()

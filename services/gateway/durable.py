@@ -9,10 +9,11 @@ import hashlib
 import re
 from typing import Any
 
+import msgspec
 import orjson
 
 from motet.services.gateway import protocol
-from motet.services.gateway.planner import RequestPlan
+from motet.services.gateway.planner import SLO_FIELDS, RequestPlan
 from motet.shared import subjects
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import AnswerTooLarge, BadRequest, DeadlineExceeded, MotetError, TooLarge
@@ -20,6 +21,7 @@ from motet.shared.streams import Delivery
 from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 TIMEOUT_MAX_MS = 30 * 86_400_000
+FIELD_BYTES_MAX = 4096  # of request_id, timeout_ms, slo and stream
 DEAD_BODY_MAX = 256 * 1024  # bytes of the original that a dead letter keeps
 CHAT_TOKEN_BYTES = 37  # the shortest token with its log-probability: {"token":"","logprob":0.0,"bytes":[]}
 TEXT_TOKEN_BYTES = 9  # the same of a text completion: "", 0.0, 0,
@@ -38,7 +40,7 @@ class DurableRequest:
         self.request_id = message_id if _WORD.fullmatch(message_id) else f"seq-{delivery.sequence}"
         self.timeout_ms: int | None = None
         self._ends_s: float | None = None
-        self._body: Any = None
+        self._fields: dict[str, msgspec.Raw] = {}
         self._problem: MotetError | None = None
         self._read(bytes_max)
         if self.timeout_ms is not None:
@@ -53,20 +55,17 @@ class DurableRequest:
             self._problem = TooLarge(f"the request has {len(self.delivery.data)} bytes, the limit is {bytes_max}")
             return
         try:
-            self._body = orjson.loads(self.delivery.data)
-        except orjson.JSONDecodeError as error:
-            self._problem = self._problem or BadRequest(f"not JSON: {error}")
+            self._fields = protocol.decode(self.delivery.data, protocol.KEYS)
+        except BadRequest as error:
+            self._problem = self._problem or error
             return
-        if not isinstance(self._body, dict):
-            self._problem = self._problem or BadRequest("a request is a JSON object")
-            return
-        given = self._body.pop("request_id", None)
+        given = _value(self._fields.pop("request_id", None))
         if isinstance(given, str) and _WORD.fullmatch(given):
             self.request_id = given
         elif given is not None:
             reason = "request_id: letters, digits, '_' and '-' only, at most 128"
             self._problem = self._problem or BadRequest(reason, param="request_id")
-        timeout_ms = self._body.pop("timeout_ms", None)
+        timeout_ms = _value(self._fields.pop("timeout_ms", None))
         if isinstance(timeout_ms, int) and not isinstance(timeout_ms, bool) and 1 <= timeout_ms <= TIMEOUT_MAX_MS:
             self.timeout_ms = timeout_ms
         elif timeout_ms is not None:
@@ -102,14 +101,16 @@ class DurableRequest:
         """(request, slo, wants live tokens). Raises BadRequest naming the field, or TooLarge."""
         if self._problem is not None:
             raise self._problem
-        body = dict(self._body)
-        slo = body.pop("slo", None) or {}
+        fields = dict(self._fields)
+        slo = _value(fields.pop("slo", None)) or {}
         if not isinstance(slo, dict):
             raise BadRequest("slo: an object is expected", param="slo")
-        live = body.pop("stream", False)
+        if unknown := next((name for name in slo if name not in SLO_FIELDS), None):
+            raise BadRequest(f"slo.{unknown}: there is no such field", param=f"slo.{unknown}")
+        live = _value(fields.pop("stream", None), False)
         if not isinstance(live, bool):
             raise BadRequest("stream: true or false is expected", param="stream")
-        return protocol.parse(orjson.dumps(body)), {"class": "batch"} | slo, live
+        return protocol.parse(msgspec.json.encode(fields)), {"class": "batch"} | slo, live
 
     def ok(self, answer: dict[str, Any], bytes_max: int) -> bytes:
         """The result that holds `answer`, the OpenAI response body. Raises AnswerTooLarge."""
@@ -137,6 +138,14 @@ class DurableRequest:
         if len(data) > DEAD_BODY_MAX:
             headers["Motet-Truncated"] = "true"
         return subjects.dead(self.tenant if self.addressable else DEFAULT_TENANT), data[:DEAD_BODY_MAX], headers
+
+
+def _value(raw: msgspec.Raw | None, default: Any = None) -> Any:
+    """A field's value. Raises nothing for a long one: no field that is read here is long, so it is wrong anyway."""
+    if raw is None:
+        return default
+    text = bytes(raw)
+    return msgspec.json.decode(text) if len(text) <= FIELD_BYTES_MAX else text
 
 
 _LESS = "ask for fewer tokens, choices or log-probabilities"

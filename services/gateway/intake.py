@@ -298,6 +298,11 @@ class Intake:
                 await self._park(queue, attempt, error.retry_after_s, request.left_s())
                 request.check_time(error)
                 attempt += 1
+            except MotetError:
+                raise
+            except Exception as bug:  # it would fail again after every redelivery
+                log.error("durable request failed", extra={"request_id": request.request_id}, exc_info=bug)
+                raise MotetError(f"internal error: {type(bug).__name__}") from bug
 
     async def _run(self, request: DurableRequest) -> dict[str, Any]:
         """One attempt. Raises the MotetError that stopped it; a tenant's limit is retried."""

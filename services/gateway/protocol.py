@@ -505,7 +505,7 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
 
 def parse(body: bytes) -> ChatRequest | CompletionRequest:
     """A chat request if the body has `messages`, a completion request if it has `prompt`."""
-    keys = decode(body, _keys)
+    keys = decode(body, KEYS)
     if "messages" in keys:
         return parse_chat(body)
     if "prompt" in keys:
@@ -513,7 +513,7 @@ def parse(body: bytes) -> ChatRequest | CompletionRequest:
     raise BadRequest("the request has neither `messages` nor `prompt`", param="messages")
 
 
-_keys: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+KEYS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _AT = re.compile(r"^(.*?) - at (?:`key` in )?`\$\.?(.*?)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`", re.DOTALL)
@@ -528,7 +528,7 @@ def known(body: bytes, decoder: Any, unserved: Mapping[str, fields.Unserved]) ->
     try:
         return decode(body, decoder)
     except _UnknownField:
-        return decode(msgspec.json.encode(fields.check(decode(body, _keys), unserved)), decoder)
+        return decode(msgspec.json.encode(fields.check(decode(body, KEYS), unserved)), decoder)
 
 
 def decode(body: bytes, decoder: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 
 from motet.services.gateway import connections
 from motet.shared.clock import now_s
+from motet.shared.messages import unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 from tests.support import eventually
@@ -149,6 +150,37 @@ async def test_requests_of_one_connection_follow_each_other(mesh: Mesh) -> None:
         await reader.readexactly(length)
     writer.close()
     assert statuses == [200, 400, 200, 200]
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 64])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_request_that_offers_another_protocol_is_answered_over_this_one_with_its_body(
+    mesh: Mesh, pieces: int, chunked: bool
+) -> None:
+    mesh.say("hello world")
+    body = b'{"prompt": "many adapters", "max_tokens": 4}'
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
+    offers = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n",  # Java, curl --http2
+        b"connection: keep-alive, upgrade\r\nupgrade: websocket\r\nsec-websocket-key: x\r\n",
+    )
+    sent = b"".join(
+        HEAD + offer + length + b"\r\n\r\n" + (b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
+        for offer in offers
+    )
+    reader, writer = await connect_to(mesh.gateway.port)
+    for at in range(0, len(sent), len(sent) // pieces):
+        writer.write(sent[at : at + len(sent) // pieces])
+        await asyncio.sleep(0)
+    for _ in offers:
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        answer = await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+        assert b" 200 " in head and b"hello" in answer, answer
+    prompts = [unpack_tokens(request.prompt) for worker in mesh.workers for request in worker.assigned]
+    assert prompts == 2 * [mesh.gateway.prompts.tokenizer.encode("many adapters").ids]
+    writer.write(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    assert b" 200 " not in await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
+    writer.close()
 
 
 async def test_beyond_their_limit_connections_are_refused_and_the_others_stay(

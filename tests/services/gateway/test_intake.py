@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from aiohttp import ClientSession
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
@@ -72,6 +73,31 @@ async def test_a_published_request_gets_its_result_with_usage_and_leaves_the_que
     await queue_is_empty(bus)
 
 
+@pytest.mark.parametrize("depth", [240, 253, 300, 600, 2000])
+async def test_nested_json_gets_the_answer_that_http_gives_it(mesh: Mesh, bus: Bus, http: ClientSession, depth: int):
+    mesh.say("fine")
+    nested = '{"a":' * depth + "1" + "}" * depth
+    body = f'{{"model":"upper","messages":[{{"role":"user","content":"hi","j":{nested}}}]}}'
+    async with http.post(f"{mesh.url}/v1/chat/completions", data=body, headers={"content-type": "application/json"}) as answer:
+        over_http = await answer.json()
+        assert answer.status in (200, 400), over_http
+    await publish(bus, body.encode(), message_id="deep")
+    durable = await result(bus, "deep")
+    if answer.status == 200:
+        assert durable["response"]["choices"][0]["message"]["content"] == "fine", durable
+    else:
+        assert durable["error"]["message"] == over_http["error"]["message"]
+
+
+async def test_a_request_that_meets_a_bug_is_told_so_at_once(mesh: Mesh, bus: Bus, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(mesh.gateway.planner, "plan", broken)
+    await publish(bus, chat(), message_id="unlucky")
+    assert (await result(bus, "unlucky"))["error"]["message"] == "internal error: ZeroDivisionError"
+
+
 async def test_a_completion_prompt_works_too_and_the_id_may_stand_in_the_body(mesh: Mesh, bus: Bus):
     mesh.say("and so on")
     sequence = await publish(bus, {"model": "demo", "prompt": "once", "request_id": "mine"}, message_id="other")
@@ -109,12 +135,14 @@ async def test_live_tokens_arrive_on_their_subject_and_end_with_an_empty_message
 @pytest.mark.parametrize(
     ("body", "code", "reason"),
     [
-        (b"{not json", "invalid_value", "not JSON"),
-        (b"[1, 2]", "invalid_value", "JSON object"),
+        (b"{not json", "invalid_value", "not valid JSON"),
+        (b"[1, 2]", "invalid_value", "Expected `object`"),
         (chat(model="nobody"), "model_not_found", "nobody"),
         (chat(temperature=-1), "invalid_value", "temperature"),
         (chat(stream="yes"), "invalid_value", "stream"),
         (chat(slo={"class": "urgent"}), "invalid_value", "urgent"),
+        (json.dumps(chat(slo={"class": "batch", "tftt_ms": 5})).encode(), "invalid_value", "slo.tftt_ms"),
+        (json.dumps(chat(slo={"x" * 9000: 1})).encode(), "invalid_value", "slo"),
         ({"model": "upper"}, "invalid_value", ""),
         (chat(request_id="not a word"), "invalid_value", "request_id"),
     ],
