@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 import signal
 import sys
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 import uvloop
 from aiohttp import web
@@ -138,7 +139,8 @@ async def _live(service: Service, config: ServiceConfig) -> int:
     ops = OpsServer(service, config.process.ops_host, config.process.ops_port)
     try:
         port = await ops.start()
-        await service.start()
+        if not await _unless(stopping, service.start()):
+            return 0
         log.info("started", extra={"ops": f"http://{config.process.ops_host}:{port}"})
         while not stopping.is_set():
             if why := service.failure():
@@ -147,13 +149,7 @@ async def _live(service: Service, config: ServiceConfig) -> int:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), FAILURE_POLL_S)
         log.info("draining")
-        drain = asyncio.ensure_future(service.drain())
-        impatience = asyncio.ensure_future(hurry.wait())
-        await asyncio.wait({drain, impatience}, timeout=config.process.drain_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (drain, impatience):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await _unless(hurry, service.drain(), config.process.drain_s)
         return 0
     except MotetError as error:
         log.error("cannot start", extra={"error": error.message})
@@ -165,6 +161,18 @@ async def _live(service: Service, config: ServiceConfig) -> int:
             log.error("could not stop in order")
         await ops.stop()
         log.info("stopped")
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None], timeout_s: float | None = None) -> bool:
+    """Do `work` until it ends, `event` is set or the time is over; returns whether it ended. Raises what it raises."""
+    working, told = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    await asyncio.wait({working, told}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    ended = working.done()
+    for task in (told, working):
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    return ended
 
 
 def run(service: Service, config: ServiceConfig) -> int:

@@ -5,9 +5,11 @@ The options of a service are generated from its configuration struct, which decl
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -121,8 +123,8 @@ def service_command(kind: str) -> click.Command:
             status: int = importlib.import_module(f"motet.services.{kind}.service").main(config)
         except ConfigError as error:
             click.echo(f"motet {kind}: {error}", err=True)
-            status = EXIT_CONFIG
-        sys.exit(status)
+            sys.exit(EXIT_CONFIG)
+        _leave(status)
 
     short, about = COMMANDS["Single services"][kind][1], (config_type.__doc__ or "").strip()
     shared = {option.name for option in fields(ServiceConfig)}
@@ -136,6 +138,14 @@ def service_command(kind: str) -> click.Command:
     if kind in SUBCOMMANDS:
         return ServiceGroup(kind, callback=run, params=params, help=text, invoke_without_command=True)
     return click.Command(kind, callback=run, params=params, help=text)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process of a service, which has released everything. Taking the interpreter apart as well would take seconds."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ STABLE_S = 60.0
 START_ATTEMPTS = 3
 CONFIG_ERROR_EXIT = 2  # a service that says so will not change its mind
 HURRY_S = 2.0
+UNREADY_S = 0.5
 MARGIN_S = 5.0  # a service ends its own drain; this is for the rest of its shutdown
 
 
@@ -196,7 +197,8 @@ class Supervisor:
     async def stop(self, *, drain_s: float) -> None:
         """Stop all children, lowest `stop_rank` first. Never raises.
 
-        After `drain_s` a rank is told to hurry, and `MARGIN_S` later it is killed; after `hurry`, both come sooner.
+        After `drain_s` a rank is told to hurry, and `MARGIN_S` later it is killed; after `hurry`, both come sooner. Children that
+        were never ready have nothing to drain: they go first and get `UNREADY_S`.
         """
         self._stopping = True
         leaving = dict(self._leaving)
@@ -205,12 +207,14 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         everybody = [*self.children, *leaving]
+        unready = [child for child in self.children if not self._ready[child.name].is_set()]
+        await self._stop_rank(unready, 0.0, UNREADY_S)
         for rank in sorted({child.stop_rank for child in everybody}):
             await self._stop_rank([child for child in everybody if child.stop_rank == rank], drain_s)
         for child in everybody:
             child.close()
 
-    async def _stop_rank(self, group: list[Child], drain_s: float) -> None:
+    async def _stop_rank(self, group: list[Child], drain_s: float, margin_s: float = MARGIN_S) -> None:
         running = [child for child in group if _running(child)]
         for child in running:
             self._watcher.changed(child.name, "stopping", "")
@@ -219,7 +223,7 @@ class Supervisor:
         while running:
             hurried = self._hurry.is_set()
             if killed_from == math.inf and (hurried or now_s() > patience_until):
-                killed_from = now_s() + (HURRY_S if hurried else MARGIN_S)
+                killed_from = now_s() + (min(margin_s, HURRY_S) if hurried else margin_s)
                 for child in running:
                     child.signal(signal.SIGTERM)
             elif hurried:
