@@ -5,18 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from motet.cli.options import config_of  # noqa: E402
-from motet.cli.up import UpConfig, up  # noqa: E402
+from motet.cli.up_options import StackConfig  # noqa: E402
 from motet.services.gateway import fields as unserved  # noqa: E402
 from motet.services.gateway.config import GatewayConfig  # noqa: E402
 from motet.services.gateway.openapi import document  # noqa: E402
@@ -51,10 +49,22 @@ file, so that secrets never appear in an environment.
 """
 UP_SECTION = """## motet up
 
-`motet up` takes the options that most people need. Set every other option of the services by its variable: the services
-inherit the environment of `motet up`. `motet up` itself decides some of them, so that their variables have no effect:
-`MOTET_LISTEN_FD`, `MOTET_OPS_PORT`, `MOTET_ADAPTER_CACHE_DIR`, and with the embedded NATS server `MOTET_INSTANCE_ID` and all
-variables of NATS. With `--demo` it also decides the model, its name and the adapters."""
+`motet up` takes every option of every service and the ones below. `motet up --help` shows those that most people need, and
+`motet up --help-all` shows all. `motet up` itself sets `--instance-id` (with the embedded NATS server), `--listen-fd`,
+`--ops-port` and `--adapter-cache-dir`, and with `--demo` also the model, its name and the adapters.
+
+`motet up --config motet.yaml` reads options from a YAML file. A key is an option's name, with `-` or `_`; a list means the same
+as a text with commas. Flags and variables take precedence over the file. Paths are relative to the current directory. An error
+names the file and the line.
+
+```yaml
+model: Qwen/Qwen2.5-0.5B-Instruct
+adapters-dir: ./adapters
+workers: 2
+max-lora-rank: 64
+tool-call-parser: hermes
+tenants: [acme, umbrella]
+```"""
 SERVICES = ("gateway", "predictor", "scheduler", "registry", "worker")
 
 
@@ -66,7 +76,7 @@ def configuration() -> str:
     for kind in SERVICES:
         own = [option for option in fields(config_of(kind)) if option.name not in common]
         out += ["", f"## motet {kind}", *_options(own)]
-    out += ["", UP_SECTION, "", "| flag | variable | meaning |", "| --- | --- | --- |", *_up()]
+    out += ["", UP_SECTION, *_options(fields(StackConfig))]
     out += ["", "## Other variables", "", "They have no flag, or belong to several commands."]
     for readers, variables in VARIABLES.items():
         out += ["", f"### {readers}", "", "| variable | meaning |", "| --- | --- |"]
@@ -94,16 +104,6 @@ def _options(options: list[Field]) -> list[str]:
             text += f" ({', '.join(filter(None, option.choices))})"
         rows.append(f"| `{option.flag}` | `{option.variable}` | {default} | {text.replace('|', '/')} |")
     return rows
-
-
-def _up() -> Iterator[str]:
-    declared = {option.name: option.variable for option in fields(UpConfig)}
-    for option in up.params:
-        assert isinstance(option, click.Option) and option.name is not None
-        variable = declared.get(option.name) or option.envvar
-        shown = f"`{variable}`" if variable else ""
-        default = f"  [default: {option.default}]" if option.show_default else ""
-        yield f"| `{option.opts[0]}` | {shown} | {(option.help or '').replace('|', '/')}{default} |"
 
 
 def metrics() -> str:

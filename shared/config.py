@@ -29,6 +29,10 @@ import msgspec
 from msgspec import Meta
 
 C = TypeVar("C", bound="Config")
+COMMON = {"help": "common"}
+"""`Meta(extra=COMMON)`: `motet up --help` shows the option; it shows the others with --help-all."""
+PER_PROCESS = {"help": "process"}
+"""`Meta(extra=PER_PROCESS)`: every process needs its own value, so `motet up` sets the option itself."""
 
 
 class ConfigError(Exception):
@@ -50,7 +54,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 class BusConfig(Config, frozen=True, kw_only=True):
     """The connection to NATS."""
 
-    nats_url: Annotated[str, Meta(description="URL of the NATS server, or comma-separated URLs of a cluster")] = (
+    nats_url: Annotated[str, Meta(description="URL of the NATS server, or comma-separated URLs of a cluster", extra=COMMON)] = (
         "nats://127.0.0.1:4222"
     )
     nats_user: Annotated[str, Meta(description="NATS user; empty for none")] = ""
@@ -85,11 +89,16 @@ class ProcessConfig(Config, frozen=True, kw_only=True):
         Meta(
             pattern=r"^([A-Za-z0-9_-]|\{kind\}|\{hostname\})*$",
             description="id of this process on the bus; {kind} and {hostname} are replaced; empty: a random id",
+            extra=PER_PROCESS,
         ),
     ] = ""
     ops_host: Annotated[str, Meta(description="address of /health, /ready and /metrics")] = "127.0.0.1"
-    ops_port: Annotated[int, Meta(ge=0, le=65535, description="port of /health, /ready and /metrics; 0 for any")] = 0
-    drain_s: Annotated[float, Meta(ge=0, description="seconds that a stopping service gives to running requests")] = 20.0
+    ops_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port of /health, /ready and /metrics; 0 for any", extra=PER_PROCESS)
+    ] = 0
+    drain_s: Annotated[
+        float, Meta(ge=0, description="seconds that a stopping service gives to running requests", extra=COMMON)
+    ] = 20.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe messages to log")] = (
         "info"
     )
@@ -117,9 +126,12 @@ class BaseModelConfig(Config, frozen=True, kw_only=True):
             min_length=1,
             description="base model: a local directory or a Hugging Face id. A gateway reads tokenizer and chat template,"
             " the registry config.json, a worker everything",
+            extra=COMMON,
         ),
     ]
-    served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
+    served_model_name: Annotated[
+        str, Meta(description="the base model's name in requests; empty: last part of --model", extra=COMMON)
+    ] = ""
 
     @property
     def name(self) -> str:
@@ -128,7 +140,8 @@ class BaseModelConfig(Config, frozen=True, kw_only=True):
 
 
 MaxLoraRank = Annotated[
-    int, Meta(ge=1, le=512, description="largest adapter rank that the registry accepts and a worker can hold")
+    int,
+    Meta(ge=1, le=512, description="largest adapter rank that the registry accepts and a worker can hold", extra=COMMON),
 ]
 MAX_LORA_RANK = 256
 
@@ -144,6 +157,18 @@ class Field(msgspec.Struct, frozen=True):
     default: Any
     """`msgspec.NODEFAULT` for a required option."""
     description: str
+    extra: Mapping[str, Any] = {}
+    """`COMMON`, `PER_PROCESS` or neither."""
+
+    @property
+    def common(self) -> bool:
+        """Whether most people need to know the option."""
+        return self.extra == COMMON
+
+    @property
+    def per_process(self) -> bool:
+        """Whether processes of one mesh cannot share a value."""
+        return self.extra == PER_PROCESS
 
     @property
     def flag(self) -> str:
@@ -190,6 +215,7 @@ def _fields(cls: type[Config], groups: tuple[tuple[str, type[Config]], ...]) -> 
             hint=hint,
             default=msgspec.NODEFAULT if info.required else info.default,
             description=next((m.description for m in meta if m.description), ""),
+            extra=next((m.extra for m in meta if m.extra), {}),
         )
 
 

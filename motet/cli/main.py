@@ -54,10 +54,24 @@ SUBCOMMANDS = {
         "evaluate": ("motet.cli.predictor:evaluate", "Judge length models on finished requests."),
     }
 }
+MEANT = {"serve": "up", "start": "up", "run": "up", "ps": "status", "list": "adapters list", "lora": "adapters"}
+"""What people type who know another tool, and the command that they look for."""
 EXIT_CONFIG = 2
 
 
-class LazyGroup(click.Group):
+class Suggesting(click.Group):
+    """A group whose commands are made when they are used, with a suggestion for a name that is none of them."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name, known = str(args[0]), self.list_commands(ctx)
+        if not ctx.resilient_parsing and not name.startswith("-") and name not in known:
+            if name in MEANT:
+                ctx.fail(f"No such command {name!r}. Did you mean 'motet {MEANT[name]}'?")
+            raise click.NoSuchCommand(name, possibilities=known, ctx=ctx)
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(Suggesting):
     """A click group that lists its commands without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -93,7 +107,7 @@ def cli() -> None:
     """
 
 
-class ServiceGroup(click.Group):
+class ServiceGroup(Suggesting):
     """A service's command that has subcommands; without one of them it runs the service."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

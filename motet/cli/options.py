@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import msgspec
 
-from motet.shared.config import Config, Field, ServiceConfig, field
+from motet.shared.config import Config, Field, ServiceConfig, field, fields
 
 F = TypeVar("F", bound=Callable[..., Any])
+SERVICES = ("gateway", "worker", "registry", "scheduler", "predictor")
 
 
 def config_of(kind: str) -> type[ServiceConfig]:
@@ -21,8 +22,19 @@ def config_of(kind: str) -> type[ServiceConfig]:
     return found
 
 
-def option_for(option: Field, help_text: str = "") -> click.Option:
-    """A configuration's option for click; None when it is not given.
+class ConfigOption(click.Option):
+    """An option of a configuration, None when it is not given. `declared` is where it comes from."""
+
+    def __init__(self, declared: Field, words: list[str], **how: Any) -> None:
+        super().__init__(words, default=None, shell_complete=self._choices, **how)
+        self.declared = declared
+
+    def _choices(self, _: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+        return [choice for choice in self.declared.choices if choice.startswith(incomplete)]
+
+
+def option_for(option: Field, help_text: str = "") -> ConfigOption:
+    """A configuration's option for click.
 
     `shared.config.load` reads the variable, knows the default and checks values, so each error has one message.
     """
@@ -32,10 +44,23 @@ def option_for(option: Field, help_text: str = "") -> click.Option:
         option.description[:1].upper() + option.description[1:] + (f"  [required; or {option.variable}]" if required else shown)
     )
     if option.type is bool:
-        return click.Option([f"{option.flag}/--no-{option.flag[2:]}"], default=None, help=help_text or text)
+        return ConfigOption(option, [f"{option.flag}/--no-{option.flag[2:]}"], help=help_text or text)
     kind = "TEXT" if option.type in (str, Path) else getattr(option.type, "__name__", "text").upper()
     metavar = f"[{'|'.join(option.choices)}]" if option.choices else kind
-    return click.Option([option.flag], default=None, metavar=metavar, help=help_text or text)
+    return ConfigOption(option, [option.flag], metavar=metavar, help=help_text or text)
+
+
+def words_for(kind: str, values: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that give a service those of `values` that it has an option for."""
+    words: list[str] = []
+    for option in fields(config_of(kind)):
+        if (value := values.get(option.name)) is None:
+            continue
+        if option.type is bool:
+            words.append(option.flag if value else f"--no-{option.flag[2:]}")
+        else:
+            words += [f"{option.flag}={value}"] if str(value).startswith("-") else [option.flag, str(value)]
+    return words
 
 
 def takes(config: type[Config], name: str, help_text: str = "") -> Callable[[F], F]:

@@ -16,7 +16,7 @@ import fcntl
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,9 +24,10 @@ import msgspec
 
 from motet.cli import credentials
 from motet.cli.nats_server import NatsServer
+from motet.cli.options import words_for
 from motet.cli.process import Child, NatsProcess, ServiceProcess, ServiceSpec
 from motet.cli.supervisor import MARGIN_S, State, Supervisor, Watcher
-from motet.shared.config import BusConfig, ConfigError, fields, is_loopback
+from motet.shared.config import BusConfig, ConfigError, is_loopback
 from motet.shared.sockets import bound_socket
 
 STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
@@ -48,9 +49,6 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     gateways: int = 1
     schedulers: int = 1
     threads: int = 0  # per worker; 0 shares the cores
-    quantization: str = ""  # of the base's weights, in every worker; empty: as their variable says
-    engine: str = ""  # of every worker; empty: as its variable says
-    engine_args: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     nats_port: int = 0  # of the embedded server; 0 for a free one
@@ -62,6 +60,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_keys_file: str = ""
     tls_cert_file: str = ""  # of the gateways
     tls_key_file: str = ""
+    given: Mapping[str, Any] = {}  # other options of services, for each that has them; they read the rest from their variables
 
     @property
     def keyless(self) -> bool:
@@ -212,35 +211,34 @@ class Stack:
     def _service(self, name: str) -> ServiceProcess:
         o, kind = self.options, name.split("-")[0]
         env: dict[str, str] = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        flags: list[str] = ["--drain-s", f"{RESTART_DRAIN_S if kind == 'gateway' else o.drain_s:g}"]
+        values: dict[str, Any] = {"drain_s": f"{RESTART_DRAIN_S if kind == 'gateway' else o.drain_s:g}"}
         pass_fds: tuple[int, ...] = ()
         if o.bus is None:
             # Ids that stay over a crash; on a shared server they could meet another stack's. A successor has its own beside
             # its predecessor.
-            flags += ["--instance-id", f"{name}-{self._generation}" if self._generation else name]
+            values["instance_id"] = f"{name}-{self._generation}" if self._generation else name
         if kind in ("registry", "worker", "gateway"):
-            flags += ["--model", o.model, "--served-model-name", o.served_model_name]
+            values |= {"model": o.model, "served_model_name": o.served_model_name}
         if kind == "registry":
             roots = [root for root in (o.adapters_dir, *o.adapter_roots) if root]
-            flags += ["--adapters-dir", o.adapters_dir, "--adapter-roots", ",".join(roots)]
-            flags += ["--tenants", ",".join(o.tenants)]
+            values |= {"adapters_dir": o.adapters_dir, "adapter_roots": ",".join(roots), "tenants": ",".join(o.tenants)}
         if kind == "gateway":
             listener = self._listeners[int(name.rsplit("-", 1)[1]) - 1]
             pass_fds = (listener.fileno(),)
-            flags += ["--host", o.host, "--port", str(listener.getsockname()[1]), "--listen-fd", str(listener.fileno())]
-            flags += _given(api_keys=o.api_keys, api_keys_file=o.api_keys_file)
-            flags += _given(tls_cert_file=o.tls_cert_file, tls_key_file=o.tls_key_file)
+            values |= {"host": o.host, "port": listener.getsockname()[1], "listen_fd": listener.fileno()}
+            values |= {"api_keys": o.api_keys} | _given(api_keys_file=o.api_keys_file)
+            values |= _given(tls_cert_file=o.tls_cert_file, tls_key_file=o.tls_key_file)
         if kind == "worker":
             # a worker by itself leaves cores to its CPU LoRA processes, if it has any
             threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
             env["OMP_NUM_THREADS"] = str(threads or _cores())
-            flags += ["--adapter-cache-dir", str(self.data_dir / "adapters" / name)]
-            flags += _given(threads=threads, quantization=o.quantization, engine=o.engine)
-            flags += [f"--engine-args={o.engine_args}"] if o.engine_args else []
+            values |= {"adapter_cache_dir": self.data_dir / "adapters" / name} | _given(threads=threads)
 
         def argv(ops_port: int) -> list[str]:
-            bus = self._bus_flags(kind, name)
-            return [*self._program, kind, *flags, *bus, "--ops-port", str(ops_port)]
+            bus = msgspec.structs.replace(self.bus_config(kind), nats_url=self.url_for(name))
+            # all its options, so that no variable of the environment slips in
+            decided = values | msgspec.structs.asdict(bus) | {"ops_port": ops_port}
+            return [*self._program, kind, *words_for(kind, {**o.given, **decided})]
 
         after = ("nats",) if o.bus is None else ()
         rest_s = WORKER_REST_S if kind == "worker" and o.workers > 1 else 0.0
@@ -253,14 +251,8 @@ class Stack:
         """The NATS URL for the child `name`; tests insert a proxy here."""
         return self.nats_url
 
-    def _bus_flags(self, kind: str, name: str) -> list[str]:
-        """NATS options for a service of this kind. Secrets are passed as files."""
-        config = msgspec.structs.replace(self.bus_config(kind), nats_url=self.url_for(name))
-        # all of them, so that no variable of the environment slips in
-        return [word for option in fields(BusConfig) for word in (option.flag, str(getattr(config, option.name)))]
-
     def bus_config(self, kind: str) -> BusConfig:
-        """The connection of services of this kind to NATS."""
+        """The connection of services of this kind to NATS. Secrets are passed as files."""
         config = msgspec.structs.replace(self.options.bus or BusConfig(), nats_url=self.nats_url)
         if self.options.bus is not None and self.options.credentials_dir is None:
             return config
@@ -310,6 +302,6 @@ def read_facts(data_dir: Path) -> StackFacts | None:
         return None
 
 
-def _given(**options: str | int) -> list[str]:
-    """Flags for options that have a value; a service reads the others from its environment."""
-    return [word for name, value in options.items() if value for word in ("--" + name.replace("_", "-"), str(value))]
+def _given(**options: str | int) -> dict[str, str | int]:
+    """The options that have a value; a service reads the others from its environment."""
+    return {name: value for name, value in options.items() if value}

@@ -197,8 +197,8 @@ class Supervisor:
     async def stop(self, *, drain_s: float) -> None:
         """Stop all children, lowest `stop_rank` first. Never raises.
 
-        After `drain_s` a rank is told to hurry, and `MARGIN_S` later it is killed; after `hurry`, both come sooner. Children that
-        were never ready have nothing to drain: they go first and get `UNREADY_S`.
+        After `drain_s` a rank is told to hurry, and `MARGIN_S` later it is killed; after `hurry`, both come sooner. Children
+        that were never ready have nothing to drain: they go first and get `UNREADY_S`.
         """
         self._stopping = True
         leaving = dict(self._leaving)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from motet.services.gateway.calls import ReasoningParser, ToolParser
-from motet.shared.config import BaseModelConfig, Config, ServiceConfig
+from motet.shared.config import COMMON, PER_PROCESS, BaseModelConfig, Config, ServiceConfig
 from motet.shared.model import Slo
 
 MIB = 1 << 20
@@ -19,18 +19,21 @@ MAX_BODY_BYTES = 4 * MIB
 class HttpConfig(Config, frozen=True, kw_only=True):
     """The HTTP API's address, certificate and callers."""
 
-    host: Annotated[str, Meta(description="address of the HTTP API")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0 for any")] = 8000
+    host: Annotated[str, Meta(description="address of the HTTP API", extra=COMMON)] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0 for any", extra=COMMON)] = 8000
     listen_fd: Annotated[
         int,
         Meta(
-            ge=-1, description="file descriptor of an inherited listening socket, used instead of --host and --port; -1: none"
+            ge=-1,
+            description="file descriptor of an inherited listening socket, used instead of --host and --port; -1: none",
+            extra=PER_PROCESS,
         ),
     ] = -1
     tls_cert_file: Annotated[
-        str, Meta(description="TLS certificate (chain) of the HTTP API; enables https together with --tls-key-file")
+        str,
+        Meta(description="TLS certificate (chain) of the HTTP API; enables https together with --tls-key-file", extra=COMMON),
     ] = ""
-    tls_key_file: Annotated[str, Meta(description="private key of --tls-cert-file")] = ""
+    tls_key_file: Annotated[str, Meta(description="private key of --tls-cert-file", extra=COMMON)] = ""
     allowed_hosts: Annotated[
         str,
         Meta(
@@ -39,7 +42,10 @@ class HttpConfig(Config, frozen=True, kw_only=True):
         ),
     ] = ""
     allowed_origins: Annotated[
-        str, Meta(description="browser origins that may use the API, comma-separated, * for any; enables CORS headers")
+        str,
+        Meta(
+            description="browser origins that may use the API, comma-separated, * for any; enables CORS headers", extra=COMMON
+        ),
     ] = ""
     max_connections: Annotated[int, Meta(ge=1, description="maximum open connections; further ones get 429")] = 16_384
 
@@ -52,11 +58,15 @@ class KeysConfig(Config, frozen=True, kw_only=True):
         Meta(
             description="whether clients need `Authorization: Bearer <key>`: auto (needed unless --host is a loopback address"
             " and there is no --api-keys-file), required, or off (every client is an administrator)",
+            extra=COMMON,
         ),
     ] = "auto"
     api_keys_file: Annotated[
         str,
-        Meta(description="file with lines `key tenant [role]`; roles: use (default), adapters, admin. See `motet keys`"),
+        Meta(
+            description="file with lines `key tenant [role]`; roles: use (default), adapters, admin. See `motet keys`",
+            extra=COMMON,
+        ),
     ] = ""
 
 
@@ -89,12 +99,17 @@ class AnswersConfig(Config, frozen=True, kw_only=True):
 
     tool_call_parser: Annotated[
         ToolParser,
-        Meta(description="format in which the model writes tool calls, as vLLM names it; empty: none, so tools are refused"),
+        Meta(
+            description="format in which the model writes tool calls, as vLLM names it; empty: none, so tools are refused",
+            extra=COMMON,
+        ),
     ] = ""
     reasoning_parser: Annotated[
         ReasoningParser,
         Meta(
-            description="format of the reasoning in the model's text, by vLLM's name for it; empty: reasoning stays in the text"
+            description="format of the reasoning in the model's text, by vLLM's name for it; empty: reasoning stays in the"
+            " text",
+            extra=COMMON,
         ),
     ] = ""
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from motet.services.registry.hub import PUBLIC_ENDPOINT, HubOptions
-from motet.shared.config import MAX_LORA_RANK, BaseModelConfig, Config, ConfigError, MaxLoraRank, ServiceConfig
+from motet.shared.config import COMMON, MAX_LORA_RANK, BaseModelConfig, Config, ConfigError, MaxLoraRank, ServiceConfig
 from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 
@@ -16,10 +16,17 @@ class SourcesConfig(Config, frozen=True, kw_only=True):
     """Where adapters may come from."""
 
     adapters_dir: Annotated[
-        str, Meta(description="directory of PEFT adapters to register at start; an adapter's name is its relative path")
+        str,
+        Meta(
+            description="directory of PEFT adapters to register at start; an adapter's name is its relative path", extra=COMMON
+        ),
     ] = ""
     adapter_roots: Annotated[
-        str, Meta(description="directories below which adapters may be registered by server path, comma-separated; empty: none")
+        str,
+        Meta(
+            description="directories below which adapters may be registered by server path, comma-separated; empty: none",
+            extra=COMMON,
+        ),
     ] = ""
     hub_allowed: Annotated[bool, Meta(description="allow registering adapters by Hugging Face id")] = True
     hub_endpoint: Annotated[str, Meta(description="URL of the hub; empty: HF_ENDPOINT, else https://huggingface.co")] = ""

@@ -11,7 +11,16 @@ from msgspec import Meta
 from motet.policies.cold_start import Forced
 from motet.policies.eviction import EvictionName
 from motet.policies.request_queues import QueuesName
-from motet.shared.config import MAX_LORA_RANK, BaseModelConfig, Config, ConfigError, MaxLoraRank, ServiceConfig
+from motet.shared.config import (
+    COMMON,
+    MAX_LORA_RANK,
+    PER_PROCESS,
+    BaseModelConfig,
+    Config,
+    ConfigError,
+    MaxLoraRank,
+    ServiceConfig,
+)
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -24,26 +33,32 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
 
     engine: Annotated[
         Literal["native", "vllm"],
-        Meta(description="what runs the model: native (Motet's own engine) or vllm (where vLLM is installed)"),
+        Meta(description="what runs the model: native (Motet's own engine) or vllm (where vLLM is installed)", extra=COMMON),
     ] = "native"
-    engine_args: Annotated[str, Meta(description="options of vLLM itself, for --engine vllm, as on its command line")] = ""
+    engine_args: Annotated[
+        str, Meta(description="options of vLLM itself, for --engine vllm, as on its command line", extra=COMMON)
+    ] = ""
     device: Annotated[
         str,
         Meta(
             pattern=r"^(auto|cpu|cuda(:\d+)?)$",
             description="where the model runs: auto (cuda if present), cpu, cuda or cuda:<n>",
+            extra=COMMON,
         ),
     ] = "auto"
     threads: Annotated[
-        int, Meta(ge=0, description="CPU threads of the engine; 0: all cores except those of --assist-processes")
+        int, Meta(ge=0, description="CPU threads of the engine; 0: all cores except those of --assist-processes", extra=COMMON)
     ] = 0
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="type of weights and KV cache: auto (the checkpoint's), float32, bfloat16, float16"),
+        Meta(description="type of weights and KV cache: auto (the checkpoint's), float32, bfloat16, float16", extra=COMMON),
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "int4"],
-        Meta(description="base weights in memory: none (as --dtype), int8 or int4 (both need the compiled CPU kernels)"),
+        Meta(
+            description="base weights in memory: none (as --dtype), int8 or int4 (both need the compiled CPU kernels)",
+            extra=COMMON,
+        ),
     ] = "none"
     load_format: Annotated[
         Literal["auto", "dummy"],
@@ -73,14 +88,16 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
 class BatchConfig(Config, frozen=True, kw_only=True):
     """How many requests, and how long."""
 
-    max_running: Annotated[int, Meta(ge=1, le=4096, description="maximum sequences in the running batch")] = 64
+    max_running: Annotated[int, Meta(ge=1, le=4096, description="maximum sequences in the running batch", extra=COMMON)] = 64
     max_waiting: Annotated[
         int, Meta(ge=1, description="maximum requests on the worker beyond --max-running; further ones are refused")
     ] = 256
     max_step_tokens: Annotated[
         int, Meta(ge=16, description="maximum tokens per engine step; longer prompts are split into chunks")
     ] = 512
-    max_model_len: Annotated[int, Meta(ge=0, description="maximum prompt plus output tokens; 0: the model's own limit")] = 0
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="maximum prompt plus output tokens; 0: the model's own limit", extra=COMMON)
+    ] = 0
     queues: Annotated[
         QueuesName,
         Meta(
@@ -103,7 +120,11 @@ class KvConfig(Config, frozen=True, kw_only=True):
     kv_blocks: Annotated[int, Meta(ge=0, description="number of KV blocks; 0: as many as fit into --kv-memory-gib")] = 0
     kv_memory_gib: Annotated[
         float,
-        Meta(ge=0, description="KV cache size; 0: on a CPU 1 GiB, at most a quarter of free memory; on a GPU all free memory"),
+        Meta(
+            ge=0,
+            description="KV cache size; 0: on a CPU 1 GiB, at most a quarter of free memory; on a GPU all free memory",
+            extra=COMMON,
+        ),
     ] = 0.0
     kv_cache_dtype: Annotated[
         Literal["auto", "int8"],
@@ -126,8 +147,8 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
     """Memory for adapters: on the device, in host memory, on disk."""
 
     max_lora_rank: MaxLoraRank = MAX_LORA_RANK
-    max_loras: Annotated[int, Meta(ge=1, le=4096, description="maximum adapters on the device")] = 64
-    lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory in MiB for adapter weights")] = 256
+    max_loras: Annotated[int, Meta(ge=1, le=4096, description="maximum adapters on the device", extra=COMMON)] = 64
+    lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory in MiB for adapter weights", extra=COMMON)] = 256
     host_cache_mib: Annotated[int, Meta(ge=1, description="host memory in MiB for adapters that are not in use")] = 1024
     disk_cache_mib: Annotated[
         int,
@@ -165,7 +186,11 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         ),
     ] = "off"
     adapter_cache_dir: Annotated[
-        str, Meta(description="directory for downloaded adapters, kept over restarts; empty: a temporary one, removed at exit")
+        str,
+        Meta(
+            description="directory for downloaded adapters, kept over restarts; empty: a temporary one, removed at exit",
+            extra=PER_PROCESS,
+        ),
     ] = ""
 
     @property

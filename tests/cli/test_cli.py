@@ -97,6 +97,22 @@ def test_without_a_gateway_there_is_one_helpful_line(words: tuple[str, ...]) -> 
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("staus",), "status"),
+        (("serve", "model"), "Did you mean 'motet up'?"),
+        (("adapters", "lst"), "list"),
+        (("predictor", "trian"), "train"),
+        (("up", "--max-runing", "3"), "--max-running"),
+    ],
+)
+def test_an_unknown_word_is_answered_with_the_one_that_it_resembles(words: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 2
+    assert "No such" in result.output and said in result.output
+
+
 def test_the_locks_pin_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     parts = ("requirements-mesh.txt", "requirements.txt", "requirements-torch.txt", "requirements-dev.txt")

@@ -1,4 +1,4 @@
-"""Promise: `motet up` takes flags first, then variables, and passes to services only what it was given."""
+"""Promise: `motet up` takes flags first, then variables, then its file, and passes to services only what it was given."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from motet.cli.options import config_of
 from motet.cli.stack import Stack, StackOptions
-from motet.cli.up import stack_options, up
+from motet.cli.up import up
+from motet.cli.up_options import declared, stack_options
 from motet.examples.demo import BASE, DEMO
 from motet.shared.config import ConfigError, fields, load
 from motet.shared.sockets import bound_socket
-from tests.support_options import SERVICES, value_of, values
+from tests.support_options import EVERY, SERVICES, value_of, values
 
 
 def options(*words: str, **environ: str) -> StackOptions:
@@ -50,6 +52,7 @@ def command(given: StackOptions, directory: Path, name: str) -> list[str]:
         ("tenants", ("--tenants", "c"), {"MOTET_TENANTS": "a,b"}, ("c",)),
         ("api_keys", (), {"MOTET_API_KEYS": "off"}, "off"),
         ("tls_key_file", (), {"MOTET_TLS_KEY_FILE": "k"}, "k"),
+        ("workers", (), {"MOTET_WORKERS": "2"}, 2),
     ],
 )
 def test_flags_go_before_variables(field: str, words: tuple[str, ...], environ: dict[str, str], value: object) -> None:
@@ -100,6 +103,76 @@ def test_a_gateway_gets_only_the_keys_and_certificates_that_were_given(tmp_path:
     assert not {"--api-keys-file", "--tls-cert-file", "--tls-key-file"} & set(plain)
     given = command(options("--demo", "--api-keys-file", "keys"), tmp_path, "gateway-1")
     assert given[given.index("--api-keys-file") + 1] == "keys"
+
+
+def test_every_option_of_a_service_is_one_of_up_and_reaches_the_services_that_have_it(tmp_path: Path) -> None:
+    for kind, option in EVERY:
+        assert (option.name in declared()) == (not option.per_process), f"{kind} {option.flag}"
+    given = options(
+        "--demo", "--max-running", "7", "--max-lora-rank", "16", "--tool-call-parser", "hermes", "--no-prefix-cache"
+    )
+    worker, gateway, registry = (command(given, tmp_path, name) for name in ("worker-1", "gateway-1", "registry"))
+    assert worker[worker.index("--max-running") + 1] == "7" and "--no-prefix-cache" in worker
+    assert gateway[gateway.index("--tool-call-parser") + 1] == "hermes" and "--max-running" not in gateway
+    for words in (worker, registry):
+        assert words[words.index("--max-lora-rank") + 1] == "16"
+
+
+def test_help_shows_the_common_options_and_help_all_every_one() -> None:
+    short, everything = (CliRunner().invoke(up, [word]).output for word in ("--help", "--help-all"))
+    for option in declared().values():
+        assert f"  {option.flag} " in everything
+        assert (f"  {option.flag} " in short) == option.common
+    assert 20 < sum(option.common for option in declared().values()) < 45
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_gives_options_and_flags_and_variables_go_before_it(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "motet.yaml",
+        "demo: true\nport: 9001\nmax-running: 5\nmerge: on\nprefix_cache: no\ntenants: [a, b]\ndrain_s: 3\n",
+    )
+    given = options("--config", file, "--drain-s", "4", MOTET_PORT="9002")
+    assert (given.port, given.drain_s, given.tenants, given.served_model_name) == (9002, 4.0, ("a", "b"), BASE)
+    worker = command(given, tmp_path, "worker-1")
+    assert worker[worker.index("--max-running") + 1] == "5"
+    assert worker[worker.index("--merge") + 1] == "on", "YAML 1.1 takes the word for true"
+    assert "--no-prefix-cache" in worker
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("demo: true\nmax_runing: 5\n", 2, "max_runing is not an option; did you mean max_running"),
+        ("demo: true\n\nport: many\n", 3, "--port"),
+        ("port: 70000\n", 1, "--port"),
+        ("workers: 0\n", 1, "--workers"),
+        ("engine: fast\n", 1, "--engine"),
+        ("demo: perhaps\n", 1, "--demo"),
+        ("demo: true\nport: 1\nport: 2\n", 3, "given twice"),
+        ("worker:\n  port: 1\n", 1, "worker is not an option"),
+        ("port: {a: 1}\n", 1, "single value"),
+        ("port: [1, 2]\n", 1, "single value"),
+        ("listen_fd: 3\n", 1, "listen_fd is not an option"),
+        ("- demo\n", 1, "option: value"),
+        ("demo: true\nmodel: [\n", 3, "expected"),
+        ("model: !!python/object:os.system x\nnothing: 1\n", 2, "nothing is not an option"),
+    ],
+)
+def test_an_error_in_the_file_names_its_line(text: str, line: int, said: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "motet.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        options("--config", file)
+    assert str(caught.value).startswith(f"{file}:{line}: ") and said in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        options("--config", str(tmp_path / "nowhere.yaml"))
 
 
 DECIDED = {"listen_fd", "ops_port", "port", "adapter_cache_dir"}

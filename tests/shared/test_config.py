@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from motet.cli.options import config_of
-from motet.cli.up import UpConfig
+from motet.cli.up_options import StackConfig
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.hub import HubOptions
 from motet.shared.config import ConfigError, Field, ServiceConfig, fields, load
@@ -46,7 +46,7 @@ def test_every_option_is_described_and_documented(kind: str, option: Field) -> N
 
 def test_a_variable_means_the_same_to_every_service() -> None:
     definitions = defaultdict(set)
-    for option in [*(option for _, option in EVERY), *fields(UpConfig)]:
+    for option in [*(option for _, option in EVERY), *fields(StackConfig)]:
         definitions[option.variable].add((repr(option.hint), str(option.default)))
     for variable, found in definitions.items():
         assert len(found) == 1, f"{variable} is {len(found)} different options"

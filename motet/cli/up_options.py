@@ -1,0 +1,171 @@
+"""The options of `motet up`: those of every service but the ones that each process needs for itself, and its own.
+
+    flag  >  variable  >  --config  >  default
+
+Each service gets the options that it declares. An option that nobody gave stays with the service, which reads its variable.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+from msgspec import Meta
+
+from motet.cli.config_file import read_options
+from motet.cli.options import SERVICES, ConfigOption, config_of, option_for
+from motet.cli.stack import StackOptions
+from motet.examples.demo import BASE, DEMO
+from motet.services.gateway.config import GatewayConfig
+from motet.services.registry.config import RegistryConfig
+from motet.services.worker.config import WorkerConfig
+from motet.shared.config import COMMON, Config, ConfigError, Field, ServiceConfig, fields, load
+from motet.shared.hub import resolve_model
+
+TEXTS = {
+    "model": "Base model: a local directory in Hugging Face format, or a Hugging Face id",
+    "port": "Port of the first gateway; 0 for any  [default: 8000]",
+    "threads": "CPU threads per worker; 0: all cores, shared by the workers  [default: 0]",
+    "nats_url": "URL of an existing NATS server or cluster, used instead of the embedded one",
+}
+"""Help where an option means more to the whole mesh than to one service."""
+
+
+class StackConfig(Config, frozen=True, kw_only=True):
+    """The processes on this machine, and where their data lies."""
+
+    demo: Annotated[bool, Meta(description="serve the small model and the 16 adapters that come with Motet", extra=COMMON)] = (
+        False
+    )
+    workers: Annotated[int, Meta(ge=1, le=64, description="number of workers; they share the cores", extra=COMMON)] = 1
+    gateways: Annotated[int, Meta(ge=1, le=64, description="number of gateways, on --port, --port + 1, ...", extra=COMMON)] = 1
+    schedulers: Annotated[int, Meta(ge=1, le=16, description="number of schedulers")] = 1
+    data_dir: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="directory for adapters, durable requests, credentials and logs; kept between runs",
+            extra=COMMON,
+        ),
+    ] = ".motet"
+    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the embedded NATS server; 0 for any")] = 0
+    credentials: Annotated[
+        str, Meta(description="for --nats-url: directory with one password file per service, from `motet nats-config`")
+    ] = ""
+
+
+def declared() -> dict[str, Field]:
+    """Every option by name: the stack's own, then the services'."""
+    shared = {option.name: option for option in fields(ServiceConfig)}
+    services = [option for kind in SERVICES for option in fields(config_of(kind)) if option.name not in shared]
+    options = {option.name: option for option in [*fields(StackConfig), *services, *shared.values()]}
+    return {name: option for name, option in options.items() if not option.per_process}
+
+
+class UpCommand(click.Command):
+    """A command whose help lists the common options by group; with --help-all it lists every option."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.params = [option_for(option, TEXTS.get(name, "")) for name, option in declared().items()] + self.params
+        text = "Show every option and exit."
+        self.params.append(
+            click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=self._all, help=text)
+        )
+
+    def _all(self, ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+        if asked and not ctx.resilient_parsing:
+            ctx.meta[__name__] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        everything = ctx.meta.get(__name__, False)
+        for title, options in self._sections(ctx):
+            shown = [one for one in options if everything or not isinstance(one, ConfigOption) or one.declared.common]
+            rows = [row for one in shown if (row := one.get_help_record(ctx)) is not None]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def _sections(self, ctx: click.Context) -> Iterator[tuple[str, list[click.Parameter]]]:
+        """The options by the group that declares them."""
+        sections: dict[str, list[click.Parameter]] = {}
+        for option in self.get_params(ctx):
+            title = _title(option.declared) if isinstance(option, ConfigOption) else "This command"
+            sections.setdefault(title, []).append(option)
+        yield from sections.items()
+
+
+def _title(option: Field) -> str:
+    """What a group of options is about, from the first sentence of its docstring."""
+    if not option.groups:
+        owner = next((kind for kind in SERVICES if option in fields(config_of(kind))), "")
+        return f"The {owner}" if owner else "The stack"
+    return re.split("[.:]", (option.groups[-1][1].__doc__ or "").strip())[0]
+
+
+def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> StackOptions:
+    """The options of a stack from the flags of `motet up`, None where not given, variables, and the file `config`.
+
+    Downloads a model that is given by its hub id. Raises ConfigError.
+    """
+    options = declared()
+    taken = {name: value for name, value in given.items() if value is not None and name in options}
+    if given.get("config"):
+        read = read_options(Path(given["config"]), options)
+        taken = {name: value for name, value in read.items() if options[name].variable not in environ} | taken
+    own = load(StackConfig, {name: value for name, value in taken.items() if name in StackConfig.__struct_fields__}, environ)
+    taken = {name: value for name, value in taken.items() if name not in StackConfig.__struct_fields__}
+    if own.demo:
+        if "model" in taken:
+            raise ConfigError("--model and --demo: each says what to serve, give one of them")
+        taken = {"model": str(DEMO / "model"), "served_model_name": BASE, "adapters_dir": str(DEMO / "adapters")} | taken
+    elif "model" not in taken and options["model"].variable not in environ:
+        raise ConfigError("--model or --demo: one of them says what to serve")
+    gateway, worker, registry = (_config(kind, taken, environ) for kind in ("gateway", "worker", "registry"))
+    assert isinstance(gateway, GatewayConfig) and isinstance(worker, WorkerConfig) and isinstance(registry, RegistryConfig)
+    for kind in ("scheduler", "predictor"):
+        _config(kind, taken, environ)
+    elsewhere = "nats_url" in taken or options["nats_url"].variable in environ
+    if not elsewhere and (own.credentials or any(name.startswith("nats_") for name in taken)):
+        raise ConfigError("--nats-user, --nats-tls-... and --credentials need --nats-url")
+    if own.credentials and not Path(own.credentials).is_dir():
+        raise ConfigError(f"--credentials: there is no directory {own.credentials}")
+    adapters_dir = registry.sources.adapters_dir
+    if adapters_dir and not Path(adapters_dir).is_dir():
+        raise ConfigError(f"--adapters-dir: there is no directory {adapters_dir}")
+    return StackOptions(
+        model=str(Path(resolve_model(gateway.base.model)).resolve()),
+        served_model_name=gateway.base.name,
+        data_dir=Path(own.data_dir),
+        workers=own.workers,
+        gateways=own.gateways,
+        schedulers=own.schedulers,
+        nats_port=own.nats_port,
+        credentials_dir=Path(own.credentials) if own.credentials else None,
+        adapters_dir=str(Path(adapters_dir).resolve()) if adapters_dir else "",
+        adapter_roots=registry.sources.roots,
+        tenants=registry.publishers.names,
+        bus=gateway.bus if elsewhere else None,
+        threads=worker.engine.threads,
+        host=gateway.http.host,
+        port=gateway.http.port,
+        tls_cert_file=gateway.http.tls_cert_file,
+        tls_key_file=gateway.http.tls_key_file,
+        api_keys=gateway.keys.api_keys,
+        api_keys_file=gateway.keys.api_keys_file,
+        drain_s=gateway.process.drain_s,
+        given=taken,
+    )
+
+
+def _config(kind: str, taken: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
+    """The configuration that the services of this kind will have, so that a value that does not fit is found here."""
+    cls = config_of(kind)
+    names = {option.name for option in fields(cls)}
+    return load(cls, {name: value for name, value in taken.items() if name in names}, environ)
