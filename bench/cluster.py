@@ -3,8 +3,9 @@
 340 requests/s for adapters with the popularity of Azure Functions, Alpaca lengths, ranks 8 to 128, and an SLO on the time per
 output token of 1.5 times that of a request alone. `--data DIR` (or MOTET_DATA) holds the recorded popularity and lengths;
 without it a power law and log-normal lengths of the same shape are drawn. Then the load is raised until each policy breaks.
-More runs: every adapter cached on every worker (the paper's own case), Motet's policy with one part of it off, and `--minutes`
-of the recorded trace with their own popularity and arrivals per minute; nothing was tuned on these. Runs go side by side.
+More runs: every adapter cached on every worker (the paper's own case) with both kernels, Motet's policy with one part of it off,
+and `--minutes` of the recorded trace with their own popularity and arrivals per minute; nothing was tuned on these. Runs go side
+by side.
 
 The worker is the paper's, a Llama-2-7B on an A10 (24 GB). Decode: the four latencies around its Fig. 5. Prefill: an
 iteration of its own, a pass over the weights and 0.2 ms per token. A copy to the device stops the engine, as loading on
@@ -250,12 +251,12 @@ def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool)
         }
         for kernel in kernels
     }
-    cached = [Case(policy=policy, cached=True) for policy in POLICIES]
+    cached = {kernel: [Case(policy=policy, kernel=kernel, cached=True) for policy in POLICIES] for kernel in kernels}
     ablation = [Case(policy=policy) for policy in ABLATIONS]
     recorded = [Case(policy=policy, recorded=True) for policy in POLICIES] if setting.window is not None else []
-    cases = [*cached, *ablation, *recorded]
+    cases = [*ablation, *recorded]
     for kernel in kernels:
-        cases += [*at_rate[kernel], *more[kernel].values()]
+        cases += [*cached[kernel], *at_rate[kernel], *more[kernel].values()]
     checks = [pool.submit(_added_by_loads, setting, rate, rank) for rate, rank, _ in PAPER_LOADS]
     runs = {case: pool.submit(measure, setting, case) for case in cases}
     until_s = time.time() + watch.left_s
@@ -270,7 +271,7 @@ def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool)
     for kernel in kernels:
         of_kernel = {case.policy: found[case] for case in at_rate[kernel]}
         of_kernel |= {name: found[case] for name, case in more[kernel].items()}
-        suffix = "" if kernel == PAPER else f"_{kernel}"
+        suffix = _suffix(kernel)
         figures |= {f"{name}{suffix}": value for name, value in _figures(setting, kernel, of_kernel).items()}
         rates = {policy: breaks[kernel, policy].result() for policy in POLICIES if (kernel, policy) in breaks}
         unknown = [policy for policy, rate in rates.items() if rate is None]
@@ -296,13 +297,19 @@ def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool)
             print(report.table(title, ("policy", "requests/s"), [[policy, rate] for policy, rate in known.items()]))
             figures[f"breaks_at{suffix}"] = {policy: round(rate, 1) for policy, rate in known.items()}
     watch.mark()
-    figures |= _more_figures("cached", "adapters cached", {case.policy: found[case] for case in cached})
+    for kernel in kernels:
+        of_cached = {case.policy: found[case] for case in cached[kernel]}
+        figures |= _more_figures("cached" + _suffix(kernel), f"{kernel.upper()}, adapters cached", of_cached)
     if recorded:
-        title = f"minutes {setting.minutes} of the trace alone"
+        title = f"{PAPER.upper()}, minutes {setting.minutes} of the trace alone"
         figures |= _more_figures("recorded", title, {case.policy: found[case] for case in recorded})
     parts = {"motet": found[at_rate[PAPER][0]]} | {case.policy: found[case] for case in ablation}
     print(report.table("Motet's policy with one part off", COLUMNS, [outcome.row(name) for name, outcome in parts.items()]))
     return figures | {"ablation": {name: outcome.rounded() for name, outcome in parts.items()}}
+
+
+def _suffix(kernel: str) -> str:
+    return "" if kernel == PAPER else f"_{kernel}"
 
 
 def _figures(setting: Setting, kernel: str, found: dict[str, Outcome]) -> dict[str, Any]:
@@ -327,11 +334,11 @@ def _figures(setting: Setting, kernel: str, found: dict[str, Outcome]) -> dict[s
 
 
 def _more_figures(name: str, title: str, found: dict[str, Outcome]) -> dict[str, Any]:
-    print(report.table(f"{PAPER.upper()}, {title}", COLUMNS, [outcome.row(policy) for policy, outcome in found.items()]))
-    idle = found["most-idle"]
+    print(report.table(title, COLUMNS, [outcome.row(policy) for policy, outcome in found.items()]))
+    motet, idle = found["motet"], found["most-idle"]
     return {
-        f"attainment_{name}": round(found["motet"].attainment, 4),
-        f"tpot_vs_mostidle_{name}": round(found["motet"].tpot_ms / idle.tpot_ms, 4),
+        f"attainment_{name}": round(motet.attainment, 4),
+        **{f"tpot_vs_{rival.replace('-', '')}_{name}": round(motet.tpot_ms / found[rival].tpot_ms, 4) for rival in RIVALS},
         f"rank_aware_attainment_{name}": round(found["rank-aware"].attainment, 4),
         f"rank_aware_tpot_vs_mostidle_{name}": round(found["rank-aware"].tpot_ms / idle.tpot_ms, 4),
         f"policies_{name}": {policy: outcome.rounded() for policy, outcome in found.items()},

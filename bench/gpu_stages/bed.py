@@ -101,6 +101,13 @@ class Bed:
         return words.nbytes / self.replayed_us(partial(read, words, sums)) / 1e3
 
     @cached_property
+    def bf16_tflop_s(self) -> float:
+        """Arithmetic of one large product, in 1e12 operations per second: the other lower bound."""
+        n = self.pick(8192, 64)
+        a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=self.device) for _ in range(2))
+        return 2 * n**3 / self.replayed_us(lambda: a @ b) / 1e6
+
+    @cached_property
     def node_us(self) -> float:
         """An empty node's share of a long graph."""
         small = torch.zeros(32, device=self.device)

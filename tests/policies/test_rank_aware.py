@@ -180,3 +180,26 @@ def test_a_decision_is_quick_for_many_workers(workers):
         choose(state, ask())
         times.append(time.perf_counter() - began)
     assert sorted(times)[25] < 0.01
+
+
+def test_with_linear_costs_and_equal_workers_the_choice_is_the_worker_with_the_fewest_requests():
+    """
+    MBGMV's cost is linear in ranks and tokens, so a request adds the same to every worker, and `total` is that times the requests
+    there. Padded batches (BGMV) are not linear: the same states are decided by ranks.
+    """
+    draw = random.Random(5)
+    chosen = {"mbgmv": 0, "bgmv": 0}
+    for _ in range(200):
+        ranks = [[draw.choice([8, 16, 64]) for _ in range(draw.randrange(1, 20))] for _ in range(8)]
+        rank = draw.choice([8, 64])
+        for kernel in chosen:
+            state = cluster(**{f"w{n}": msgspec.structs.replace(PERF, kernel=kernel) for n in range(len(ranks))})
+            for n, there in enumerate(ranks):
+                phases = [draw.choice(["waiting", "running"]) for _ in there]
+                state.replace_requests(
+                    f"w{n}", [brief(f"{i}", r, phase) for i, (r, phase) in enumerate(zip(there, phases, strict=True))]
+                )
+            worker = int(choose(state, ask(rank=rank, tpot_slo_ms=1e9)).worker_id[1:])
+            chosen[kernel] += len(ranks[worker]) == min(map(len, ranks))
+    assert chosen["mbgmv"] == 200
+    assert chosen["bgmv"] < 190
