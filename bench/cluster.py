@@ -3,9 +3,9 @@
 340 requests/s for adapters with the popularity of Azure Functions, Alpaca lengths, ranks 8 to 128, and an SLO on the time per
 output token of 1.5 times that of a request alone. `--data DIR` (or MOTET_DATA) holds the recorded popularity and lengths;
 without it a power law and log-normal lengths of the same shape are drawn. Then the load is raised until each policy breaks.
-More runs: every adapter cached on every worker (the paper's own case) with both kernels, Motet's policy with one part of it off,
-and `--minutes` of the recorded trace with their own popularity and arrivals per minute; nothing was tuned on these. Runs go side
-by side.
+More runs: every adapter cached on every worker (the paper's own case) with both kernels, Motet's policy with one part off, and
+`--minutes` of the recorded trace with their own popularity and arrivals per minute; nothing was tuned on these. Runs go side by
+side.
 
 The worker is the paper's, a Llama-2-7B on an A10 (24 GB). Decode: the four latencies around its Fig. 5. Prefill: an
 iteration of its own, a pass over the weights and 0.2 ms per token. A copy to the device stops the engine, as loading on

@@ -1,8 +1,8 @@
 """Stage 4: the engine end to end on real shapes: its speed relative to its speed without LoRA, and to the roofline.
 
 Requests come together, are prefilled, and decode together to their ends. A decode step's roofline is the slower of two: reading
-the base's matrices and every distinct adapter once, and multiplying all rows by the matrices; then reading the KV of all contexts.
-Bandwidth and arithmetic are measured in the same run.
+the base's matrices and every distinct adapter once, or multiplying all rows by the matrices. Reading the KV of all contexts is
+added. Bandwidth and arithmetic are measured in the same run.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Served:
     def roofline_ms(self, rows: int, contexts: int, adapter_bytes: int, bed: Bed) -> float:
         """The least time of a decode step of `rows` sequences with `contexts` KV tokens in all.
 
-        Attention follows the products, so its reading does not overlap with their arithmetic. LoRA's arithmetic is left out: it is
-        a hundredth of the base's.
+        Attention follows the products, so its reading does not overlap with their arithmetic. LoRA's arithmetic is left out: it
+        is a hundredth of the base's.
         """
         config = self.config
         embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size  # a few rows of it are read

@@ -59,7 +59,7 @@ class Proof:
         self.bodies = streams.requests(STREAMS)
 
     def run(self) -> None:
-        """Run every step, also after a missed promise; nothing can be checked after a failed build. Removes the project at the end."""
+        """Run every step, also after a missed promise, but none after a failed build. Removes the project at the end."""
         steps: list[tuple[str, Callable[[], str]]] = [
             ("build the images", self.build),
             ("what Motet adds to the base image", self.sizes),

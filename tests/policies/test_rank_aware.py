@@ -184,8 +184,8 @@ def test_a_decision_is_quick_for_many_workers(workers):
 
 def test_with_linear_costs_and_equal_workers_the_choice_is_the_worker_with_the_fewest_requests():
     """
-    MBGMV's cost is linear in ranks and tokens, so a request adds the same to every worker, and `total` is that times the requests
-    there. Padded batches (BGMV) are not linear: the same states are decided by ranks.
+    MBGMV's cost is linear in ranks and tokens, so a request adds the same to every worker, and `total` is that times the
+    requests there. Padded batches (BGMV) are not linear: the same states are decided by ranks.
     """
     draw = random.Random(5)
     chosen = {"mbgmv": 0, "bgmv": 0}
