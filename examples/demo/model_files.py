@@ -10,18 +10,31 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 PAD, BOS, END = "<|pad|>", "<|bos|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-TASK_TOKENS = tuple(f"<|task_{index:02d}|>" for index in range(26))
-SPECIAL_TOKENS = (PAD, BOS, END, *ROLES, *TASK_TOKENS)
+TASK_TOKENS = tuple(f"<|task_{index:02d}|>" for index in range(24))
+TOOL_TOKENS = ("<|tools|>", "<|tool|>")  # the functions of a request, and the result of a call
+SPECIAL_TOKENS = (PAD, BOS, END, *ROLES, *TASK_TOKENS, *TOOL_TOKENS)
 
 CONTEXT_TOKENS = 2048
 
+# Of a tool the model sees what it needs to call it: `name(parameter, parameter)`. Calls are written as Hermes models do.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
+    "{%- if tools %}{{- '<|tools|>' }}"
+    "{%- for tool in tools %}"
+    "{%- set given = tool['function']['parameters'] or {} %}"
+    "{%- set names = given['required'] or (given['properties'] or {}) | list %}"
+    "{{- ('' if loop.first else '\n') + tool['function']['name'] + '(' + names | join(', ') + ')' }}"
+    "{%- endfor %}{{- '<|end|>' }}{%- endif %}"
     "{%- for message in messages %}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{- raise_exception('the demo model knows the roles system, user and assistant') }}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{- raise_exception('the demo model knows the roles system, user, assistant and tool') }}"
     "{%- endif %}"
-    "{{- '<|' + message['role'] + '|>' + (message['content'] | trim) + '<|end|>' }}"
+    "{{- '<|' + message['role'] + '|>' + (message['content'] or '') | trim }}"
+    "{%- for call in message['tool_calls'] or [] %}"
+    "{%- set function = {'name': call['function']['name'], 'arguments': call['function']['arguments']} %}"
+    "{{- '<tool_call>' + function | tojson + '</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|end|>' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )

@@ -2,7 +2,8 @@
 
 The base first learns every task behind a task token, and to repeat the text where there is none. Each adapter then
 learns to make the model do one task without the token, which takes little: the skill is there, only the cue
-is missing. A prompt sent to the served model never holds a task token, so the adapter alone decides.
+is missing. A prompt sent to the served model never holds a task token, so the adapter alone decides. The adapter that
+calls tools learns from dialogues, of which the base knows only how to repeat a text.
 
 Everything is seeded. Two runs on the same machine give the same weights up to the order of float additions.
 """
@@ -26,11 +27,21 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from motet.examples.demo.checker import score_matrix
-from motet.examples.demo.model_files import BOS, END, TASK_TOKENS, build_tokenizer, model_config, write_model_files
+from motet.examples.demo.model_files import (
+    BOS,
+    CHAT_TEMPLATE,
+    END,
+    TASK_TOKENS,
+    build_tokenizer,
+    model_config,
+    write_model_files,
+)
 from motet.examples.demo.tasks import TASKS, TASKS_BY_NAME, Task, draw_text, split_of
+from motet.examples.demo.tool_tasks import ADAPTER as TOOL_CALLER
+from motet.examples.demo.tool_tasks import draw_dialogue
 
 HERE = Path(__file__).parent
 BASE_NAME = "motet-demo"
@@ -44,8 +55,11 @@ BASE_LEARNING_RATE = 3e-3
 MATRIX_LEARNING_RATE = 1.2e-2
 EASY_STEPS = 180  # tasks that go letter by letter
 HARD_STEPS = 420  # tasks that need positions, or several letters at once
+TOOL_STEPS = 1000
 ADAPTER_BATCH = 32
 ADAPTER_LEARNING_RATE = 4e-3
+TOOL_BATCH = 16  # dialogues are long
+TOOL_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 40
 DECAY_SHARE = 0.8
 
@@ -109,9 +123,12 @@ SHAPES: dict[str, AdapterShape] = {
         rank_pattern={"layers.3.self_attn.o_proj": 16, "k_proj": 4},
         alpha_pattern={"k_proj": 4},
     ),
+    TOOL_CALLER: AdapterShape(64, 64, ATTENTION + MLP, TOOL_STEPS),
 }
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+Example = list[tuple[str, bool]]  # pieces of a text, and whether the model should write them
+Row = tuple[list[int], list[int]]  # token ids and labels
 
 
 class Examples:
@@ -121,6 +138,7 @@ class Examples:
         self._rng = random.Random(seed)
         self._batch_size = batch_size
         self._tokenizer: Tokenizer = build_tokenizer()
+        self._chat = PreTrainedTokenizerFast(tokenizer_object=self._tokenizer, bos_token=BOS, chat_template=CHAT_TEMPLATE)
 
     def of_all_tasks(self, max_words: int) -> list[Batch]:
         """Sixteen batches of all tasks behind their tokens, and of copying without one."""
@@ -132,7 +150,25 @@ class Examples:
         """Sixteen batches of one task without its token."""
         return self._batches([self._example(task, max_words, cue=False) for _ in range(16 * self._batch_size)])
 
-    def _example(self, task: Task | None, max_words: int, cue: bool) -> tuple[str, str]:
+    def of_tool_calls(self) -> list[Batch]:
+        """Sixteen batches of dialogues, in which the model learns every message of the assistant."""
+        return self._batches([self._dialogue() for _ in range(16 * self._batch_size)])
+
+    def _dialogue(self) -> Example:
+        messages, tools = draw_dialogue(self._rng, "train")
+        rendered = ""
+        pieces: Example = []
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            for end, of_model in ((turn, False), (turn + 1, True)):
+                given: Any = {"tools": tools, "tokenize": False, "add_generation_prompt": not of_model}
+                text = str(self._chat.apply_chat_template(messages[:end], **given))
+                pieces.append((text[len(rendered) :], of_model))
+                rendered = text
+        return pieces
+
+    def _example(self, task: Task | None, max_words: int, cue: bool) -> Example:
         """A prompt and its answer: four in five as a chat, of which one in ten opens with a system message."""
         rng = self._rng
         text = draw_text(rng, rng.randint(1, max_words))
@@ -141,29 +177,35 @@ class Examples:
         opening = BOS + (TASK_TOKENS[TASKS.index(task)] if task and cue else "")
         answer = (task.expected(text) if task else text) + END
         if rng.random() < COMPLETION_SHARE:
-            return f"{opening}{text}\n", answer
+            return [(f"{opening}{text}\n", False), (answer, True)]
         if rng.random() < SYSTEM_SHARE:
             opening += f"<|system|>{draw_text(rng, rng.randint(1, 3))}<|end|>"
-        return f"{opening}<|user|>{text}<|end|><|assistant|>", answer
+        return [(f"{opening}<|user|>{text}<|end|><|assistant|>", False), (answer, True)]
 
-    def _batches(self, examples: list[tuple[str, str]]) -> list[Batch]:
+    def _batches(self, examples: list[Example]) -> list[Batch]:
         """Batches of sequences of about the same length, in random order."""
-        prompts = self._tokenizer.encode_batch([prompt for prompt, _ in examples], add_special_tokens=False)
-        answers = self._tokenizer.encode_batch([answer for _, answer in examples], add_special_tokens=False)
-        rows = sorted(((p.ids, a.ids) for p, a in zip(prompts, answers, strict=True)), key=lambda r: len(r[0] + r[1]))
+        rows = sorted((self._row(example) for example in examples), key=lambda row: len(row[0]))
         batches = [_pad(rows[start : start + self._batch_size]) for start in range(0, len(rows), self._batch_size)]
         self._rng.shuffle(batches)
         return batches
 
+    def _row(self, example: Example) -> Row:
+        ids: list[int] = []
+        labels: list[int] = []
+        for text, of_model in example:
+            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids += tokens
+            labels += tokens if of_model else [IGNORED] * len(tokens)
+        return ids, labels
 
-def _pad(rows: list[tuple[list[int], list[int]]]) -> Batch:
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+
+def _pad(rows: list[Row]) -> Batch:
+    width = max(len(row) for row, _ in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     labels = torch.full((len(rows), width), IGNORED)
-    for row, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
+    for at, (row, wanted) in enumerate(rows):
+        ids[at, : len(row)] = torch.tensor(row)
+        labels[at, : len(row)] = torch.tensor(wanted)
     return ids, labels
 
 
@@ -231,7 +273,7 @@ def train_adapter(name: str, seed: int, base: Path, adapters: Path) -> None:
     """Train one adapter on one thread and write it in PEFT's format, in 16-bit floats."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
-    shape, task = SHAPES[name], TASKS_BY_NAME[name]
+    shape, task = SHAPES[name], TASKS_BY_NAME.get(name)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=shape.rank,
@@ -243,11 +285,16 @@ def train_adapter(name: str, seed: int, base: Path, adapters: Path) -> None:
     )
     model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=ADAPTER_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    examples = Examples(seed, ADAPTER_BATCH)
-    _train(model.base_model.model, [optimizer], lambda _: examples.of_one_task(task, MAX_WORDS), shape.steps, name)
+    rate = ADAPTER_LEARNING_RATE if task else TOOL_LEARNING_RATE
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
+    examples = Examples(seed, ADAPTER_BATCH if task else TOOL_BATCH)
 
-    folder = adapters / task.adapter
+    def next_batches(step: int) -> list[Batch]:
+        return examples.of_one_task(task, MAX_WORDS) if task else examples.of_tool_calls()
+
+    _train(model.base_model.model, [optimizer], next_batches, shape.steps, name)
+
+    folder = adapters / name
     folder.mkdir(parents=True, exist_ok=True)
     weights = {key: value.to(torch.float16).contiguous() for key, value in get_peft_model_state_dict(model).items()}
     _save(weights, folder / "adapter_model.safetensors")
@@ -266,18 +313,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write model/, adapters/ and SCORES.json to")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--keep-base", action="store_true", help="train the adapters on the base that is already there")
+    parser.add_argument("--only", choices=SHAPES, help="with --keep-base: train this adapter alone")
     arguments = parser.parse_args()
     base, adapters = arguments.out / "model", arguments.out / "adapters"
     started_s = time.monotonic()
 
+    write_model_files(base)
     if not arguments.keep_base:
         model = train_base(arguments.seed, BASE_STEPS)
-        write_model_files(base)
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
         _save(weights, base / "model.safetensors")
 
     # One adapter per core uses the cores better than one adapter on all of them. The long ones go first.
     names = sorted(SHAPES, key=lambda name: -SHAPES[name].steps * len(SHAPES[name].modules))
+    names = [arguments.only] if arguments.only else names
     with ProcessPoolExecutor(CORES, mp_context=multiprocessing.get_context("spawn")) as pool:
         for job in [pool.submit(train_adapter, name, arguments.seed, base, adapters) for name in names]:
             job.result()

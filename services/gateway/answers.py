@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from motet.services.gateway.calls import AnswerParser, Parts, body_of
+from motet.services.gateway.calls import AnswerParser
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlan
@@ -111,20 +111,21 @@ class _Gathered:
         body: dict[str, Any] = {"index": index}
         if plan.parsing is not None:
             parser = plan.parsing.open()
-            body["message"] = message(parser.push(text, last=True))
+            body["message"] = message(parser, text)
             finish = parser.finish(finish)
         else:
             body |= {"message": {"role": "assistant", "content": text}} if plan.chat else {"text": text}
         return body | {"logprobs": logprobs, "finish_reason": finish, "stop_reason": self.last.stop_reason}
 
 
-def message(parts: Parts) -> dict[str, Any]:
-    """The assistant's message that has these parts."""
+def message(parser: AnswerParser, text: str) -> dict[str, Any]:
+    """The assistant's message that the whole `text` is."""
+    parts = parser.push(text, last=True)
     body: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
     if parts.reasoning:
         body["reasoning"] = parts.reasoning
     if parts.calls:
-        body["tool_calls"] = [body_of(call) for call in parts.calls]
+        body["tool_calls"] = [parser.body_of(call) for call in parts.calls]
     return body
 
 

@@ -15,8 +15,8 @@ import binascii
 import re
 from typing import Any
 
-import msgspec
-
+from motet.services.gateway import arguments
+from motet.services.gateway.nesting import check_depth
 from motet.shared.errors import BadRequest
 from motet.shared.messages import Image
 from motet.shared.model import IMAGES_MAX
@@ -146,6 +146,9 @@ def _read(part: dict[str, Any], at: str) -> bytes:
 def _message(message: dict[str, Any], i: int, *, whole: bool) -> dict[str, Any]:
     where = f"messages[{i}]"
     role, content = message.get("role"), message.get("content")
+    for name, value in message.items():
+        if isinstance(value, dict | list):
+            check_depth(value, f"{where}.{name}")
     if not isinstance(role, str) or not role:
         raise BadRequest(f"{where}.role: expected a string", param=f"{where}.role")
     if isinstance(content, list):
@@ -172,15 +175,19 @@ def _part(part: Any, at: str) -> dict[str, Any]:
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     """Earlier tool calls with their arguments as objects, which is what chat templates read."""
+    if not isinstance(given, list):
+        raise BadRequest(f"{where}: expected a list of calls", param=where)
+    return [_call(call, i, where) for i, call in enumerate(given)]
+
+
+def _call(call: Any, i: int, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"{where}: call {i}: expected a function with its name", param=where)
+    given = function.get("arguments")
     try:
-        calls = msgspec.convert(given, list[dict[str, Any]])
-        return [call | {"function": call["function"] | {"arguments": _arguments(call["function"])}} for call in calls]
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
-        raise BadRequest(
-            f"{where}: expected calls with a function's name and its arguments as JSON text", param=where
-        ) from None
-
-
-def _arguments(function: dict[str, Any]) -> Any:
-    arguments = function.get("arguments") or "{}"
-    return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+        value = arguments.read(given) if isinstance(given, str) else given
+    except ValueError as error:
+        reason = f"{where}: call {i}: expected the function's arguments as the text of a JSON object: {error}"
+        raise BadRequest(reason, param=where) from None
+    return call | {"function": function | {"arguments": arguments.object_of(value)}}

@@ -353,6 +353,7 @@ class RequestPlanner:
             tools="" if not tools else options.tool_call_parser if choice in (None, "auto") else _forced(choice),
             function=choice.function.name if isinstance(choice, NamedTool) else "",
             parallel=request.parallel_tool_calls is not False,
+            short_ids=options.tool_call_parser == "mistral",
         )
 
     async def _text_prompts(self, request: CompletionRequest) -> list[list[int]]:

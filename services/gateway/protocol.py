@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from motet.services.gateway import conversation, fields, structured
+from motet.services.gateway.nesting import check_depth
 from motet.services.gateway.structured import ResponseFormat, StructuredOutputs, Text
 from motet.shared.errors import BadRequest
 from motet.shared.messages import Image
@@ -367,6 +368,10 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        for i, tool in enumerate(self.tools or ()):
+            check_depth(tool.function.parameters, f"tools[{i}].function.parameters")
+        check_depth(self.documents, "documents")
+        check_depth(self.chat_template_kwargs, "chat_template_kwargs")
         if self.add_generation_prompt and self.continue_final_message:
             # vLLM asks the client to switch one off; the default of the other is no reason to refuse
             self.add_generation_prompt = False
@@ -494,6 +499,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     request: TokenizeRequest = known(body, _tokenize, fields.TOKENIZE)
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("expected one of `prompt` and `messages`", param="prompt")
+    check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     return request
 
 

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from motet.services.gateway.nesting import check_depth
 from motet.shared.errors import BadRequest
 from motet.shared.model import StructuredOutput
 
 CONSTRAINT_CHARS_MAX = 65_536
 CHOICES_MAX = 4096
-DEPTH_MAX = 64
 
 Text = Annotated[str, Meta(min_length=1, max_length=CONSTRAINT_CHARS_MAX)]
 Kind = Literal["json_object", "json", "regex", "choice", "grammar", "structural_tag"]
@@ -101,8 +101,7 @@ def schema(given: str | dict[str, Any], name: str) -> StructuredOutput:
             raise BadRequest(f"{name}: it is not JSON: {error}", param=name) from None
     if not isinstance(given, dict):
         raise BadRequest(f"{name}: expected a JSON object", param=name)
-    if _depth(given) > DEPTH_MAX:
-        raise BadRequest(f"{name}: it is nested deeper than {DEPTH_MAX}", param=name)
+    check_depth(given, name)
     return StructuredOutput(kind="json", value=_json_text(given, name))
 
 
@@ -141,14 +140,3 @@ def _json_text(value: Any, name: str) -> str:
 
 def _too_long(name: str, chars: int) -> BadRequest:
     return BadRequest(f"{name}: at most {CONSTRAINT_CHARS_MAX} characters are taken, not {chars}", param=name)
-
-
-def _depth(value: Any) -> int:
-    """Levels of nesting; counted level by level, so that no depth overflows the stack."""
-    depth, level = 0, [value]
-    while level and depth <= DEPTH_MAX:
-        depth += 1
-        level = [
-            inner for one in level if isinstance(one, dict | list) for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-    return depth
