@@ -15,11 +15,10 @@ import json
 import math
 from typing import Any
 
-from motet.services.gateway.nesting import DEPTH_MAX, too_deep
+from motet.services.gateway.nesting import TOO_DEEP, too_deep
 
 OTHER = "value"
 """Key of arguments that are no object."""
-TOO_DEEP = f"it is nested deeper than {DEPTH_MAX}"
 
 
 def decode(text: str, at: int = 0) -> tuple[Any, int]:

@@ -198,7 +198,7 @@ class Prompts:
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise BadRequest(f"the chat template refuses these messages: {error}", param="messages") from None
         if continue_final_message:
             final = conversation.text_of(messages[-1]).strip()

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from motet.services.gateway import conversation, fields, structured
-from motet.services.gateway.nesting import check_depth
+from motet.services.gateway.nesting import TOO_DEEP, check_depth, deep_field
 from motet.services.gateway.structured import ResponseFormat, StructuredOutputs, Text
 from motet.shared.errors import BadRequest
 from motet.shared.messages import Image
@@ -551,7 +551,10 @@ def decode(body: bytes, decoder: Any) -> Any:
         if missing := _MISSING.search(reason):
             param = f"{param}.{missing[1]}" if param else missing[1]
         raise BadRequest(f"{param}: {reason}" if param else reason, param=param or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError:
+        field = deep_field(body)
+        raise BadRequest(f"{field or 'the request body'}: {TOO_DEEP}", param=field) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the request body is not valid JSON: {error}") from None
 
 

@@ -149,6 +149,42 @@ async def test_every_bad_completion_field_is_named(mesh: Mesh, http: aiohttp.Cli
     assert (status, error["param"]) == (400, "echo")
 
 
+def nested(depth: int) -> str:
+    """The text of an array of `depth` levels."""
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize("depth", [65, 300, 900, 3000, 200_000])
+async def test_values_that_are_nested_too_deeply_are_refused_by_name(
+    mesh: Mesh, http: aiohttp.ClientSession, depth: int
+) -> None:
+    called = (
+        '{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": %s}}]}'
+    )
+    tool = '[{"type": "function", "function": {"name": "f", "parameters": {"a": %s}}}]'
+    deep, user = nested(depth), '{"role": "user", "content": "x"}'
+    bodies = {
+        "messages[1].tool_calls": f'"messages": [{user}, {called % json.dumps(deep)}]',
+        "messages[1].tool_calls ": f'"messages": [{user}, {called % deep}]',
+        "messages[0].content": f'"messages": [{{"role": "user", "content": {deep}}}]',
+        "messages[0].note": f'"messages": [{{"role": "user", "content": "x", "note": {deep}}}]',
+        "tools[0].function.parameters": f'"messages": [{user}], "tools": {tool % deep}',
+        "chat_template_kwargs": f'"messages": [{user}], "chat_template_kwargs": {{"a": {deep}}}',
+        "documents": f'"messages": [{user}], "documents": [{{"a": {deep}}}]',
+    }
+    for wanted, inner in bodies.items():
+        for body in (f"{{{inner}}}", f'{{{inner}, "stream": true}}'):
+            status, error = await post(http, f"{mesh.url}/v1/chat/completions", body.encode())
+            assert status == 400 and "nested deeper than 64" in error["message"], (wanted, error)
+            field = wanted.strip()
+            assert error["param"] in (field, field.split("[")[0]), (wanted, error)
+    status, error = await post(http, f"{mesh.url}/tokenize", f"{{{bodies['messages[0].note']}}}".encode())
+    assert status == 400 and error["param"] in ("messages[0].note", "messages")
+    mesh.say("hi")
+    async with http.post(f"{mesh.url}/v1/chat/completions", json=CHAT) as answer:
+        assert answer.status == 200  # nobody else notices
+
+
 async def test_what_is_no_json_object_is_a_400(mesh: Mesh, http: aiohttp.ClientSession) -> None:
     for body in NO_JSON:
         for path in ("/v1/chat/completions", "/v1/completions"):

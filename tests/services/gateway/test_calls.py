@@ -203,24 +203,10 @@ FRAGMENTS = st.lists(
     TEXTS
     | st.sampled_from(
         [
-            "{",
-            "}",
-            "[",
-            "]",
-            ":",
-            ",",
-            "null",
-            "NaN",
-            "1e999",
-            "\n",
-            " ",
-            '"name"',
-            '"arguments"',
-            '"parameters"',
-            "\\ud800",
-            "f{}",
+            *("{", "}", "[", "]", ":", ",", "null", "NaN", "1e999", "\n", " ", "{}", "f{}", "\\ud800"),
+            *('"name"', '"arguments"', '"parameters"', "[CALL_ID]x", "<tool_call", "</tool_"),
+            *('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "arguments": '),
         ]
-        + ['{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "arguments": ', "{}", "[CALL_ID]x", "<tool_call", "</tool_"]
     ),
     max_size=14,
 ).map("".join)
