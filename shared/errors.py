@@ -85,6 +85,11 @@ class BadRequest(MotetError):
 class PromptTooLong(BadRequest):
     code = "context_length_exceeded"
 
+    @classmethod
+    def of(cls, longest: int, given: str, *, param: str) -> PromptTooLong:
+        """The error in OpenAI's words, by which clients know it. `longest`: tokens; `given`: what the request has instead."""
+        return cls(f"This model's maximum context length is {longest} tokens. However, {given}", param=param)
+
 
 class InvalidAdapter(BadRequest):
     code = "invalid_adapter"

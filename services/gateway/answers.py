@@ -132,7 +132,7 @@ def message(parser: AnswerParser, text: str) -> dict[str, Any]:
 def add_token_ids(plan: RequestPlan, body: dict[str, Any], streams: list[Stream]) -> None:
     """Add `return_token_ids` to a whole answer: the tokens of each choice, ending tokens included, and of the prompts."""
     for choice, stream in zip(body["choices"], streams, strict=True):
-        choice["token_ids"] = stream.tokens
+        choice["token_ids"] = stream.answered
         if not plan.chat:
             choice["prompt_token_ids"] = stream.job.prompt
     if plan.chat:
@@ -166,7 +166,7 @@ def _scored(detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs | None
 
 def usage(plan: RequestPlan, streams: list[Stream]) -> dict[str, Any]:
     """Token counts of the whole request so far, as OpenAI reports them."""
-    completion = sum(len(stream.tokens) for stream in streams)
+    completion = sum(len(stream.answered) for stream in streams)
     cached = max((stream.cached_tokens for stream in streams), default=0)
     prompt = sum(stream.prompt_tokens for stream in streams[:: plan.request.n or 1])
     body: dict[str, Any] = {

@@ -134,7 +134,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
         streams, signal = await while_connected(request, answers.open_all(owner, plan))
         events = SseResponse(plan, streams, signal, owner.detokenizer)
         events.headers.update(turn.headers())
-        return UntilSent(events, lambda: turn.end(sum(len(stream.tokens) for stream in streams)))
+        return UntilSent(events, lambda: turn.end(sum(len(stream.answered) for stream in streams)))
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

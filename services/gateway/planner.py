@@ -182,6 +182,7 @@ class RequestPlanner:
                         stop=stops,
                         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                         skip_special_tokens=request.skip_special_tokens is not False and not shows_special,
+                        silent=request.max_tokens == 0 and not chat,
                         continues_text=not chat or bool(request.continue_final_message),  # type: ignore[union-attr]
                         features=features,
                         prompt_text=excerpt,
@@ -392,13 +393,12 @@ class RequestPlanner:
         if not tokens:
             raise BadRequest(f"the {'prompt' if room else param} has no tokens", param=param)
         if len(tokens) + room > longest:
-            reason = f"This model's maximum context length is {longest} tokens, but the "
-            reason += (
-                f"prompt has {len(tokens)} tokens and needs room for at least one more."
-                if room
-                else (f"{param} has {len(tokens)} tokens.")
+            more = ", and an answer needs at least one more" if room else ""
+            raise PromptTooLong.of(
+                longest,
+                f"your {param} resulted in {len(tokens)} tokens{more}. Please reduce the length of the {param}.",
+                param=param,
             )
-            raise PromptTooLong(reason, param=param)
         return tokens
 
     def _check_scored(self, scored: tuple[str, int], prompt_tokens: int) -> None:
@@ -438,11 +438,13 @@ class RequestPlanner:
                 asked, param = request.max_completion_tokens, "max_completion_tokens"
             max_tokens = asked or min(room, defaults.max_new_tokens or room)
         else:
-            max_tokens = asked or min(room, COMPLETION_MAX_TOKENS)
+            max_tokens = min(room, COMPLETION_MAX_TOKENS) if asked is None else max(asked, 1)  # 0: `Job.silent`
         if max_tokens > room:
-            raise PromptTooLong(
-                f"{param} is {max_tokens}, but the model's maximum context length is {room + prompt_tokens} tokens and the"
-                f" prompt has {prompt_tokens}, which leaves {room}.",
+            part = "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise PromptTooLong.of(
+                room + prompt_tokens,
+                f"you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {part}, {max_tokens} in the"
+                f" completion). Please reduce the length of the {part} or {param}.",
                 param=param,
             )
         if (request.min_tokens or 0) > max_tokens:

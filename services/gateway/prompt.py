@@ -169,8 +169,9 @@ class Prompts:
 
     def _refuse_hopeless(self, text: str, longest: int | None, param: str) -> None:
         if longest is not None and self._token_chars_max and len(text) > longest * self._token_chars_max:
-            raise PromptTooLong(
-                f"This model's maximum context length is {longest} tokens, which no text of {len(text)} characters fits.",
+            raise PromptTooLong.of(
+                longest,
+                f"your {param} resulted in {len(text)} characters, too many for so few tokens. Please reduce their length.",
                 param=param,
             )
 

@@ -395,6 +395,18 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     prompt: Annotated[
         Any, Meta(description="One or several prompts, as text or token ids.", extra_json_schema=prompt_schema(SEQUENCES_MAX))
     ]
+    max_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=1 << 31,
+                description="Maximum tokens to generate; prompt and output together must fit the context length. With echo"
+                " also 0: the prompt alone is returned.",
+            ),
+        ]
+        | None
+    ) = None
     echo: Annotated[bool, Meta(description="Return the prompt before the new text; with logprobs, not streamed.")] | None = (
         False
     )
@@ -414,6 +426,8 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         super().check()
         if self.echo and self.logprobs is not None and self.stream:
             raise _unsupported("echo", "together with logprobs and stream: true")
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens is 0, which needs echo: true", param="max_tokens")
 
     def prompt_logprobs_wanted(self) -> tuple[str, int] | None:
         if self.echo and self.logprobs is not None:

@@ -190,8 +190,8 @@ class SseResponse(Response):
         if self._token_ids:
             begin, stream = self._told[i], self._streams[i]
             # the last delta hides the token that ended the text; the others show all theirs
-            self._told[i] = len(stream.tokens) if delta.finish else begin + len(delta.tokens)
-            body["token_ids"] = stream.tokens[begin : self._told[i]]
+            self._told[i] = len(stream.answered) if delta.finish else begin + len(delta.tokens)
+            body["token_ids"] = stream.answered[begin : self._told[i]]
         body["finish_reason"] = finish
         if delta.finish is not None:
             body["stop_reason"] = delta.stop_reason

@@ -41,6 +41,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False  # show the stop string or stop token that ended it
     skip_special_tokens: bool = True
     continues_text: bool = False  # the output is glued to the prompt's text: keep a leading space
+    silent: bool = False  # the prompt alone is wanted: the one token that an engine must draw is not shown
     priority: int = 0
     needs: dict[str, str] = {}  # capabilities that its worker must have, and the client's field for each
     embedding: EmbeddingParams | None = None  # the prompt's embedding is wanted, and no token
@@ -202,6 +203,11 @@ class Stream:
             self._ready += [TextDelta(text, [token]) for text, token in zip(texts, tokens, strict=True)]
             self._texts = []
 
+    @property
+    def answered(self) -> list[int]:
+        """The tokens that count as the answer's."""
+        return [] if self.job.silent else self.tokens
+
     def cancel(self) -> None:
         """Cancel the request at its worker and release it. No effect after its end."""
         self._on_cancel(self)
@@ -247,6 +253,9 @@ class Stream:
             self.prompt_tokens = item.prompt_tokens or self.prompt_tokens
         tokens += new
         finish = item.finish
+        if self.job.silent:
+            self._deliver(TextDelta("", [], None, "length" if finish == "stop" else finish))
+            return
         reason: int | str | None = None
         shown = new
         if finish == "stop":

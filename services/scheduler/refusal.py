@@ -48,9 +48,9 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
             f"the adapter's rank {ask.rank} is above {screening.largest_rank}, the largest a worker of {ask.base_model} takes",
             param="model",
         )
-    return PromptTooLong(
-        f"{ask.tokens} tokens leave no room for an answer: "
-        f"workers of {ask.base_model} hold {screening.longest_context} tokens per request",
+    return PromptTooLong.of(
+        screening.longest_context,
+        f"your prompt resulted in {ask.tokens} tokens, and an answer needs at least one more.",
         param="prompt",
     )
 

@@ -50,16 +50,14 @@ def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], 
     longest = acceptable.max_model_len
     if embeds:
         if len(prompt) > longest:
-            raise PromptTooLong(f"the input has {len(prompt)} tokens; the model takes {longest}", param="input")
+            raise PromptTooLong.of(longest, f"your input resulted in {len(prompt)} tokens.", param="input")
     elif len(prompt) >= longest:
-        raise PromptTooLong(
-            f"the prompt has {len(prompt)} tokens; the model's context of {longest} must also hold one token of output",
-            param="prompt",
+        raise PromptTooLong.of(
+            longest, f"your prompt resulted in {len(prompt)} tokens, and an answer needs at least one more.", param="prompt"
         )
     if len(prompt) + len(output) > longest:
-        raise PromptTooLong(
-            f"{len(prompt)} prompt tokens and {len(output)} tokens of output so far do not fit in the context of {longest}",
-            param="output",
+        raise PromptTooLong.of(
+            longest, f"there are {len(prompt)} prompt tokens and {len(output)} tokens of output so far.", param="output"
         )
     adapter = request.adapter
     if adapter is not None and not acceptable.max_lora_rank:

@@ -211,6 +211,24 @@ async def test_a_prompt_longer_than_the_context_names_both_numbers(mesh: Mesh, h
     assert "250" in error["message"]
 
 
+async def test_what_exceeds_the_context_is_said_in_openais_words(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    user = [{"role": "user", "content": "a b " * 300}]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", TEXT | {"prompt": [5] * 300}),
+        ("/v1/completions", TEXT | {"prompt": "a b " * 300}),
+        ("/v1/completions", TEXT | {"prompt": "a b " * 100_000}),
+        ("/v1/completions", TEXT | {"prompt": [5] * 250, "max_tokens": 7}),
+        ("/v1/chat/completions", CHAT | {"messages": user}),
+        ("/v1/chat/completions", CHAT | {"max_tokens": 256}),
+    ]
+    for path, body in asked:
+        for stream in (False, True):
+            status, error = await post(http, mesh.url + path, body | {"stream": stream})
+            assert (status, error["code"]) == (400, "context_length_exceeded"), error
+            assert error["message"].startswith("This model's maximum context length is 256 tokens. However, you"), error
+    assert error["message"].endswith("completion). Please reduce the length of the messages or max_tokens.")
+
+
 async def test_a_bad_objective_names_its_header(mesh: Mesh, http: aiohttp.ClientSession) -> None:
     for name, value in BAD_OBJECTIVES:
         status, error = await post(http, f"{mesh.url}/v1/completions", TEXT, **{name: value})

@@ -116,6 +116,31 @@ async def test_echo_shows_the_prompt_first(mesh: Mesh, client: Client, stream: b
     assert text == "hello world"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_without_new_tokens_shows_the_prompt_alone(mesh: Mesh, client: Client, stream: bool) -> None:
+    mesh.say("world")
+    more: Any = {"stream_options": {"include_usage": True}} if stream else {}
+    asking = client.completions.create(
+        model="demo", prompt="hello", echo=True, max_tokens=0, n=2, stream=stream, extra_body={"return_token_ids": True}, **more
+    )
+    answer: Any = await asking
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    for index in (0, 1):
+        choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert "".join(choice.text for choice in choices) == "hello"
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
+        assert not any(token for choice in choices for token in getattr(choice, "token_ids", None) or [])
+    usage = chunks[-1].usage
+    assert (usage.completion_tokens, usage.total_tokens) == (0, usage.prompt_tokens)
+    assert {request.sampling.max_tokens for request in mesh.first.assigned} == {1}
+
+
+async def test_no_tokens_without_echo_are_refused(mesh: Mesh, client: Client) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.completions.create(model="demo", prompt="hello", max_tokens=0)
+    assert refused.value.param == "max_tokens"
+
+
 async def test_an_adapter_is_named_alone_or_behind_its_base(mesh: Mesh, client: Client) -> None:
     mesh.say("X")
     for name in ("upper", "demo:upper"):

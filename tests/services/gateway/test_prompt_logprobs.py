@@ -61,6 +61,18 @@ async def test_echo_with_logprobs_scores_the_prompt_before_the_new_text(mesh: Me
     assert len(choice.logprobs.text_offset or []) == 4
 
 
+async def test_echo_without_new_tokens_scores_the_prompt_alone(mesh: Mesh, client: Client) -> None:
+    creating = client.completions.create(model="demo", prompt=PROMPT, echo=True, max_tokens=0, logprobs=1)
+    asking = asyncio.ensure_future(creating)
+    request = await assigned(mesh.first)
+    assert (request.sampling.max_tokens, request.sampling.prompt_logprobs) == (1, 1)
+    await mesh.first.emit(request, 0, [50], "stop", prompt_logprobs=SCORES, logprobs=DRAWN)
+    [choice] = (await asking).choices
+    assert choice.logprobs is not None and choice.finish_reason == "length"
+    assert choice.logprobs.token_logprobs == [None, -1.0, -2.0]
+    assert choice.text == mesh.gateway.prompts.tokenizer.decode(PROMPT)
+
+
 async def test_a_resumed_request_does_not_ask_again_for_known_prompt_logprobs(mesh: Mesh, client: Client) -> None:
     asking = asyncio.ensure_future(client.completions.create(model="demo", prompt=PROMPT, extra_body={"prompt_logprobs": 1}))
     request = await assigned(mesh.first)
