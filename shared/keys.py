@@ -3,18 +3,23 @@
     key      mtt_<43 random characters>     shown once, when it is made; 256 random bits
     record   <id> -> ApiKey (JSON)          contains the key's SHA-256, never the key
 
+Every change of a record is a compare-and-set on its revision, so two administrators at two gateways cannot undo each other's
+changes: a revocation that meets a rotation wins, whichever comes first.
+
 A fast hash suffices: 256 random bits cannot be guessed, however cheap a guess is. Slow hashes are for passwords. Looking up a
 key by its digest takes the same time for every guess.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -31,7 +36,9 @@ from motet.shared.tenancy import TENANT, check_tenant
 log = logger("motet.cli.keys")
 PREFIX = "mtt_"
 KEYS_MAX = 10_000
+CHANGE_TRIES = 16  # each failure is somebody else's success
 EXPIRED_KEPT_MS = 7 * 24 * 3600 * 1000
+ID = re.compile(r"[\w-]{1,64}")
 NAME = re.compile(r"[\w .@:/+-]{0,100}")
 Role = Literal["use", "adapters", "admin"]
 ROLES: tuple[Role, ...] = ("use", "adapters", "admin")  # each may do what those before it may
@@ -47,11 +54,19 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str = ""  # for people
     created_unix_ms: int = 0
     expires_unix_ms: int = 0  # 0: never
+    successors_last_ms: int | None = None  # lifetime of the keys that replace it, 0: no end; None: it was never rotated
 
     @property
     def expired(self) -> bool:
         """Whether the key has expired."""
         return bool(self.expires_unix_ms) and unix_ms() >= self.expires_unix_ms
+
+    @property
+    def lifetime_ms(self) -> int:
+        """The time that it was made for, which is also its successors'; 0: no end. A rotation does not change it."""
+        if self.successors_last_ms is not None:
+            return self.successors_last_ms
+        return self.expires_unix_ms - self.created_unix_ms if self.expires_unix_ms else 0
 
 
 _decoder = msgspec.json.Decoder(ApiKey)
@@ -99,6 +114,11 @@ def add_to_key_file(path: Path, tenant: str, role: str) -> str:
     return key
 
 
+class _Stored(NamedTuple):
+    record: ApiKey | None  # None: it cannot be read
+    revision: int
+
+
 class KeyStore:
     """A live copy of all stored keys, which can be changed.
 
@@ -109,7 +129,8 @@ class KeyStore:
         self._bus = bus
         self._by_id: dict[str, ApiKey] = {}
         self._by_digest: dict[str, ApiKey] = {}
-        self._watch = KvWatch(bus, subjects.KV_KEYS, "*", on_put=self._put, on_delete=self._forget, on_synced=self._reconcile)
+        self._revoked: set[str] = set()  # here, and not yet reported by the watch, which may still report earlier changes
+        self._watch = KvWatch(bus, subjects.KV_KEYS, "*", on_put=self._put, on_delete=self._deleted, on_synced=self._reconcile)
 
     async def start(self) -> None:
         """Start following; returns when all keys are known. Raises Unavailable when the bucket does not appear."""
@@ -148,55 +169,86 @@ class KeyStore:
             created_unix_ms=now,
             expires_unix_ms=now + round(expires_in_s * 1000) if expires_in_s else 0,
         )
-        await self._write(record)
+        if not await self._replace(record, 0):
+            raise Conflict(f"there is a key with the id {record.id} already; try again")
         for old in [key for key in self.all() if 0 < key.expires_unix_ms < now - EXPIRED_KEPT_MS]:
-            await self.revoke(old.id)
+            with contextlib.suppress(NotFound):  # another gateway was faster
+                await self.revoke(old.id)
         return record, text
 
     async def revoke(self, key_id: str) -> ApiKey:
-        """Delete a key; returns its record. Raises NotFound or Unavailable."""
-        known = self._known(key_id)
-        try:
-            await (await Bucket.open(self._bus, subjects.KV_KEYS, wait_s=1.0)).delete(key_id)
-        except MotetError as error:
-            raise Unavailable(f"the key cannot be revoked: {error.message}") from error
-        self._forget(key_id)
-        return known
+        """Delete a key; returns its record. Raises NotFound or Unavailable.
 
-    async def rotate(self, key_id: str, *, overlap_s: float) -> tuple[ApiKey, str]:
-        """Make a key with the rights of `key_id`, which stays valid for `overlap_s` seconds.
-
-        Raises NotFound or Unavailable.
+        A record that cannot be read is deleted as well; then only the id of the returned record is known.
         """
-        old = self._known(key_id)
-        lasts_s = (old.expires_unix_ms - old.created_unix_ms) / 1000 if old.expires_unix_ms else 0.0
-        record, text = await self.create(tenant=old.tenant, role=old.role, name=old.name, expires_in_s=lasts_s)
-        until = unix_ms() + max(1, round(overlap_s * 1000))
-        if not old.expires_unix_ms or until < old.expires_unix_ms:
-            await self._write(msgspec.structs.replace(old, expires_unix_ms=until))
-        return record, text
-
-    def _known(self, key_id: str) -> ApiKey:
-        known = self._by_id.get(key_id)
+        known = await self._stored(key_id)
         if known is None:
             raise NotFound("there is no such key", param="id")
-        return known
+        with _changing("revoked"):
+            await (await self._bucket()).delete(key_id)  # whatever its revision: a revocation wins
+        self._revoked.add(key_id)
+        self._forget(key_id)
+        return known.record or ApiKey(id=key_id, digest="", tenant="")
 
-    async def _write(self, record: ApiKey) -> None:
+    async def rotate(self, key_id: str, *, overlap_s: float) -> tuple[ApiKey, str]:
+        """Make a key with the rights and the lifetime of `key_id`, which stays valid for `overlap_s` seconds.
+
+        Raises NotFound, also when the key is revoked meanwhile, Conflict or Unavailable.
+        """
+        old, revision = await self._known(key_id)
+        lifetime_ms = old.lifetime_ms
+        record, text = await self.create(tenant=old.tenant, role=old.role, name=old.name, expires_in_s=lifetime_ms / 1000)
+        until = unix_ms() + max(1, round(overlap_s * 1000))
         try:
-            bucket = await Bucket.open(self._bus, subjects.KV_KEYS, wait_s=1.0)
-            await bucket.put(record.id, msgspec.json.encode(record))
-        except MotetError as error:
-            raise Unavailable(f"the key cannot be stored: {error.message}") from error
-        self._keep(record)
+            for _ in range(CHANGE_TRIES):
+                ends = min(until, old.expires_unix_ms or until)
+                ending = msgspec.structs.replace(old, expires_unix_ms=ends, successors_last_ms=lifetime_ms)
+                if await self._replace(ending, revision):
+                    return record, text
+                old, revision = await self._known(key_id)
+            raise Conflict("the key is being changed by others; try again", param="id")
+        except (NotFound, Conflict):
+            await self.revoke(record.id)  # a revoked key has no successor
+            raise
+
+    async def _known(self, key_id: str) -> tuple[ApiKey, int]:
+        """The stored record and its revision. Raises NotFound, also for a record that cannot be read, and Unavailable."""
+        stored = await self._stored(key_id)
+        if stored is None or stored.record is None:
+            raise NotFound("there is no such key", param="id")
+        return stored.record, stored.revision
+
+    async def _stored(self, key_id: str) -> _Stored | None:
+        """What the bucket has now under this id. Raises Unavailable."""
+        if not ID.fullmatch(key_id):
+            return None
+        with _changing("read"):
+            entry = await (await self._bucket()).get(key_id)
+        return None if entry is None else _Stored(_decoded(key_id, entry.value), entry.revision)
+
+    async def _replace(self, record: ApiKey, revision: int) -> bool:
+        """Store `record` if the stored revision is still `revision` (0: there is none). Raises Unavailable."""
+        with _changing("stored"):
+            made = await (await self._bucket()).replace(record.id, msgspec.json.encode(record), revision)
+        if made is None:
+            return False
+        if made > self._watch.revision:  # else the watch has reported it, and perhaps what came after it
+            self._keep(record)
+        return True
+
+    async def _bucket(self) -> Bucket:
+        return await Bucket.open(self._bus, subjects.KV_KEYS, wait_s=1.0)
 
     def _put(self, key_id: str, value: bytes) -> None:
-        try:
-            self._keep(_decoder.decode(value))
-        # perhaps of a newer version: a record that cannot be read gives no access
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            log.warning("unreadable key record", extra={"id": key_id, "error": str(error)})
+        record = _decoded(key_id, value)
+        if record is None or key_id in self._revoked:
             self._forget(key_id)
+        else:
+            self._keep(record)
+
+    def _deleted(self, key_id: str) -> None:
+        self._revoked.discard(key_id)
+        self._forget(key_id)
 
     def _keep(self, record: ApiKey) -> None:
         self._forget(record.id)
@@ -208,5 +260,23 @@ class KeyStore:
             self._by_digest.pop(known.digest, None)
 
     def _reconcile(self, keys: set[str]) -> None:
+        self._revoked &= keys
         for key_id in self._by_id.keys() - keys:
             self._forget(key_id)
+
+
+def _decoded(key_id: str, value: bytes) -> ApiKey | None:
+    """A stored record; None if it cannot be read, perhaps because a newer version wrote it. It then gives no access."""
+    try:
+        return _decoder.decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("unreadable key record", extra={"id": key_id, "error": str(error)})
+        return None
+
+
+@contextlib.contextmanager
+def _changing(done: str) -> Iterator[None]:
+    try:
+        yield
+    except MotetError as error:
+        raise Unavailable(f"the key cannot be {done}: {error.message}") from error

@@ -59,6 +59,8 @@ class KvWatch:
         self._first = asyncio.Event()
         self._synced = False
         self._heard_s = 0.0
+        self.revision = 0
+        """The revision of the last change that was reported in this pass."""
 
     async def start(self, *, wait_s: float = 15.0) -> None:
         """Start following; returns once the present state is reported. Raises Unavailable when nothing arrived for `wait_s`."""
@@ -124,7 +126,7 @@ class KvWatch:
         reconnects = self._bus.reconnects
         began_s = now_s()
         keys: set[str] | None = set()  # of the present state, until it is complete
-        sequence = 0
+        sequence = self.revision = 0
         if empty:
             self._report_synced(set())
             keys = None
@@ -151,6 +153,7 @@ class KvWatch:
             if keys is not None:
                 keys.discard(key) if deleted else keys.add(key)
             self._report(key, None if deleted else msg.data)
+            self.revision = at.sequence.stream
             if keys is not None and at.num_pending == 0:
                 self._report_synced(keys)
                 keys = None

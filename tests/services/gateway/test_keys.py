@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from motet.services.gateway.service import GatewayService
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.config import ConfigError, is_loopback
-from motet.shared.keys import digest_of, read_key_file
+from motet.shared.errors import NotFound
+from motet.shared.keys import ApiKey, KeyStore, digest_of, read_key_file
 from motet.shared.messages import WorkerNotice
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
@@ -118,6 +120,82 @@ async def test_a_rotated_key_continues_working_for_the_overlap(door: Door) -> No
 
     await eventually(old_is_out)
     assert await door.lets_in(fresh["key"])
+
+
+@pytest.mark.parametrize("expires_in_s", [0, 3600])
+async def test_a_key_that_is_rotated_twice_gets_successors_that_last_as_long_as_it_was_made_for(
+    door: Door, expires_in_s: int
+) -> None:
+    """The first answer was lost, so the administrator rotates again."""
+    _, made = await door.ask("POST", "/v1/keys", json={"tenant": "acme", "expires_in_s": expires_in_s})
+    for _ in range(3):
+        _, fresh = await door.ask("POST", f"/v1/keys/{made['id']}/rotate", json={"overlap_s": 60})
+        lasts_s = fresh["expires"] - fresh["created"] if fresh["expires"] else 0
+        assert abs(lasts_s - expires_in_s) <= 1
+        assert await door.lets_in(fresh["key"]) and await door.lets_in(made["key"])
+
+
+async def test_a_revocation_that_meets_a_rotation_wins_at_every_moment(door: Door, nats_url: str, bus: Bus) -> None:
+    """Two gateways: the one rotates a key while the other revokes it, before and after the successor is made."""
+    here, there = KeyStore(bus), KeyStore(bus)
+    await here.start()
+    await there.start()
+    for moment in ("_known", "_replace"):
+        key, text = await there.create(tenant="acme")
+        await eventually(lambda text=text: here.find(text))
+        ordinary = getattr(here, moment)
+
+        async def revoked_first(*args: Any, key: ApiKey = key, ordinary: Any = ordinary) -> Any:
+            known = await ordinary(*args)
+            if key.id in there._by_id:
+                await there.revoke(key.id)
+            return known
+
+        setattr(here, moment, revoked_first)
+        with pytest.raises(NotFound):
+            await here.rotate(key.id, overlap_s=600)
+        setattr(here, moment, ordinary)
+        await eventually(lambda: not there.all() and not here.all())
+        assert here.find(text) is None and there.find(text) is None, "the revoked key has come back"
+    await here.stop()
+    await there.stop()
+
+
+async def test_a_change_that_is_overtaken_while_its_answer_is_under_way_does_not_come_back(door: Door, bus: Bus) -> None:
+    store = KeyStore(bus)
+    await store.start()
+    key, text = await store.create(tenant="acme")
+    await eventually(lambda: store._watch.revision)
+    bucket = await bus.key_value(subjects.KV_KEYS)
+    opened = store._bucket
+
+    class Slow:
+        """The bucket, whose answers arrive after the watch has reported the next change too."""
+
+        async def replace(self, key_id: str, value: bytes, revision: int) -> int | None:
+            made = await (await opened()).replace(key_id, value, revision)
+            await bucket.delete(key_id)
+            await eventually(lambda: store.find(text) is None)
+            return made
+
+    async def slow() -> Any:
+        return Slow()
+
+    store._bucket = slow  # type: ignore[method-assign]
+    assert await store._replace(msgspec.structs.replace(key, name="later"), store._watch.revision)
+    assert store.find(text) is None
+    await store.stop()
+
+
+async def test_the_id_of_a_key_is_no_pattern_and_an_unreadable_record_can_be_revoked(door: Door, mesh: Mesh) -> None:
+    for id_ in ("key_unknown", "*", "%3E", "a.b", "x" * 300):
+        for method, path in (("DELETE", f"/v1/keys/{id_}"), ("POST", f"/v1/keys/{id_}/rotate")):
+            assert (await door.ask(method, path, json={} if method == "POST" else None))[0] == 404, path
+    bucket = await mesh.bus.key_value(subjects.KV_KEYS)
+    await bucket.put("key_damaged", b"garbage")
+    assert (await door.ask("POST", "/v1/keys/key_damaged/rotate", json={}))[0] == 404
+    assert (await door.ask("DELETE", "/v1/keys/key_damaged"))[0] == 200
+    assert (await door.ask("DELETE", "/v1/keys/key_damaged"))[0] == 404
 
 
 async def test_a_key_with_an_end_ends(door: Door) -> None:
