@@ -12,6 +12,7 @@ Rules:
   held copies fill the budget, loads wait until one is released: requests wait, memory does not grow. A request holds at most
   one adapter, so some request always finishes.
 - A copy with holders stays. It remains valid when its file leaves the disk, so files may leave while their copies are held.
+- A full disk costs no file unless enough of them can go: an adapter that cannot fit costs no other its place.
 - `drop` removes a version from both tiers as soon as it is neither held nor being loaded; a new holder cancels the removal.
 """
 
@@ -56,6 +57,8 @@ class Forget:
 
 
 TierAction = Load | Evict | Forget
+DiskRoom = Literal["made", "later", "never"]
+"""Whether a file has room now, could have it once copies in use are released, or cannot have it on this disk."""
 
 
 @dataclass(slots=True)
@@ -250,22 +253,29 @@ class HostTier(Generic[H]):
         """The file is missing, or its content does not match its digest."""
         self.disk_used_bytes -= self._files.pop(digest, 0)
 
-    def spare_file(self) -> bool:
-        """The file system is full: evict the least recently loaded file that no request uses.
+    def make_disk_room(self, missing_bytes: int) -> DiskRoom:
+        """The file system lacks `missing_bytes` for a download: evict files, least recently loaded first, until they suffice.
 
-        Files without a host copy go first, and pinned ones last. A host copy maps its file, and a mapped file frees no space,
-        so the copy is evicted with it. Returns whether there was such a file.
+        Evicts nothing if they do not. Files in use stay. Files without a host copy go first, and pinned ones last. A host copy
+        maps its file, and a mapped file frees no space, so the copy is evicted with it.
         """
-        unmapped = [digest for digest in self._files if not self.holders(digest) and digest not in self._loads]
-        oldest = min(unmapped, key=lambda digest: (digest in self.pinned, digest in self._copies), default=None)
-        if oldest is None:
-            return False
-        if oldest in self._copies:
-            self._remove_copy(oldest)
-            self.actions.append(Evict(oldest, "host"))
-        self.file_lost(oldest)
-        self.actions.append(Evict(oldest, "disk"))
-        return True
+        spare = [digest for digest in self._files if not self.holders(digest) and digest not in self._loads]
+        spare.sort(key=lambda digest: (digest in self.pinned, digest in self._copies))
+        going: list[str] = []
+        for digest in spare:
+            if missing_bytes <= 0:
+                break
+            going.append(digest)
+            missing_bytes -= self._files[digest]
+        if missing_bytes > 0:
+            return "never" if missing_bytes > self.disk_used_bytes - sum(self._files[digest] for digest in spare) else "later"
+        for digest in going:
+            if digest in self._copies:
+                self._remove_copy(digest)
+                self.actions.append(Evict(digest, "host"))
+            self.file_lost(digest)
+            self.actions.append(Evict(digest, "disk"))
+        return "made"
 
     # ---- room
 
@@ -305,10 +315,13 @@ class HostTier(Generic[H]):
 
     def _keep_file(self, digest: str, file_bytes: int) -> None:
         self.file_lost(digest)
+        if self.disk_bytes is not None and file_bytes > self.disk_bytes:
+            self.actions.append(Evict(digest, "disk"))
+            return
         self._files[digest] = file_bytes
         self.disk_used_bytes += file_bytes
-        while self.disk_bytes is not None and self.disk_used_bytes > self.disk_bytes and len(self._files) > 1:
-            oldest = min(self._files, key=self.pinned.__contains__)  # of equals the first
+        while self.disk_bytes is not None and self.disk_used_bytes > self.disk_bytes:
+            oldest = min(self._files, key=lambda one: (one == digest, one in self.pinned))  # of equals the first
             self.file_lost(oldest)
             self.actions.append(Evict(oldest, "disk"))
 

@@ -24,7 +24,7 @@ import msgspec
 
 from motet.policies import host_tier, pins
 from motet.policies.foresight import Foresight
-from motet.policies.host_tier import HostTier
+from motet.policies.host_tier import DiskRoom, HostTier
 from motet.policies.memory_ledger import Budget, host_budget
 from motet.policies.request_life import Entry, Key, R
 from motet.policies.worker_events import (
@@ -97,6 +97,8 @@ class WorkerCore(Generic[R]):
     closed: bool = False
     foresight: Foresight | None = None
     """Brings adapters one tier up before a request asks for them; None: off."""
+    disk_room: DiskRoom = "made"
+    """What the latest `DiskFull` came to."""
     memory: Budget = field(init=False)  # the host's
     book: dict[str, Entry[R]] = field(default_factory=dict)  # by request id, the newest epoch of each
     _older: dict[Key, Entry[R]] = field(default_factory=dict)  # leaving, because a newer epoch came
@@ -159,8 +161,8 @@ class WorkerCore(Generic[R]):
             case FileLost(digest):
                 self.host.file_lost(digest)
                 self._place(digest)
-            case DiskFull():
-                self.host.spare_file()
+            case DiskFull(missing_bytes):
+                self.disk_room = self.host.make_disk_room(missing_bytes)
             case Pinned(adapters):
                 self._pin(adapters)
             case Tick():

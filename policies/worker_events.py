@@ -95,7 +95,9 @@ class FileLost(msgspec.Struct, frozen=True):
 
 
 class DiskFull(msgspec.Struct, frozen=True):
-    """A download needs disk space. An `Evict` follows if a file can be deleted."""
+    """A download needs this much more disk space. `Evict`s follow if files that are not in use take as much."""
+
+    missing_bytes: int
 
 
 class Pinned(msgspec.Struct, frozen=True):

@@ -19,7 +19,8 @@
     ├── UnsupportedMediaType       415  unsupported_media_type
     ├── Overloaded                 429  overloaded               carries `retry_after_s`
     ├── Unavailable                503  unavailable              no worker or service can do this at present
-    │   └── WorkerLost             503  worker_lost              resumable on another worker
+    │   ├── WorkerLost             503  worker_lost              resumable on another worker
+    │   └── WorkerFull             503  worker_full              can never be done on this worker, perhaps on another
     └── DeadlineExceeded           504  deadline_exceeded
 
 Every class crosses the bus as `ErrorInfo` and comes back as the same class (`from_info`).
@@ -157,6 +158,10 @@ class Unavailable(MotetError):
 
 class WorkerLost(Unavailable):
     code = "worker_lost"
+
+
+class WorkerFull(Unavailable):
+    code = "worker_full"
 
 
 class DeadlineExceeded(MotetError):

@@ -36,7 +36,16 @@ from motet.services.gateway.stream import Job, Signal, SlowReader, Stream
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.errors import Conflict, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerLost, from_info
+from motet.shared.errors import (
+    Conflict,
+    DeadlineExceeded,
+    MotetError,
+    Overloaded,
+    Unavailable,
+    WorkerFull,
+    WorkerLost,
+    from_info,
+)
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.messages import (
     Cancel,
@@ -208,6 +217,8 @@ class Owner:
                 lasting = not isinstance(error, Unavailable | DeadlineExceeded | Overloaded)
                 if not first and self._fleet.coming():
                     deadline = now_s() + patience_s  # its time counts when a worker serves
+                if self._all_declined(stream):
+                    return
                 if lasting or now_s() > deadline or (first and isinstance(error, Overloaded)):
                     if first:
                         raise
@@ -216,7 +227,7 @@ class Owner:
                 if isinstance(error, DeadlineExceeded):  # some worker may have taken it
                     stream.epoch = epoch = epoch + 1
                     timeout_s = min(2 * timeout_s, SUBMIT_TIMEOUT_S[1])
-                stream.excluded = [w for w in stream.excluded if not self._back(w)]
+                stream.excluded = [w for w in stream.excluded if w in stream.declined or not self._back(w)]
             pause = BACKOFF_S[0] if await self._fleet.newcomer(pause) else min(pause * 2, BACKOFF_S[1])
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -300,6 +311,23 @@ class Owner:
             return
         # as long again as the trouble has lasted, within the usual bounds
         self._bus.spawn(self._place_again(stream, min(max(now - stream.set_back_s, BACKOFF_S[0]), BACKOFF_S[1])))
+
+    def _decline(self, stream: Stream, error: WorkerFull, worker_id: str) -> None:
+        """Try the other workers: the present one can never serve it."""
+        stream.declined[worker_id] = error
+        if self._all_declined(stream):
+            return
+        self._next_epoch(stream, error.code, worker_id)
+        if self._can_go_on(stream):
+            self._bus.spawn(self._place_again(stream, 0.0))
+
+    def _all_declined(self, stream: Stream) -> bool:
+        """Whether every worker has declined the request, which then ends with the latest reason."""
+        if not stream.declined or any(known.worker_id not in stream.declined for known in self._fleet.workers()):
+            return False
+        error = list(stream.declined.values())[-1]
+        self._abort(stream, error, error.code, cancel=False)
+        return True
 
     def _on_move(self, move: Move) -> None:
         """A scheduler wants the request on another worker. The present worker is not excluded, because it was not lost."""
@@ -404,6 +432,8 @@ class Owner:
             error = from_info(item.error)
             if isinstance(error, WorkerLost):
                 self._resume(stream, error.code, worker_id)
+            elif isinstance(error, WorkerFull):
+                self._decline(stream, error, worker_id)
             elif isinstance(error, Unavailable | Overloaded):
                 self._set_back(stream, error, worker_id)
             else:

@@ -107,6 +107,7 @@ class Stream:
         "begun_s",
         "cached_tokens",
         "deadline",
+        "declined",
         "early",
         "embedding",
         "epoch",
@@ -145,6 +146,7 @@ class Stream:
         self.tokens: list[int] = []  # every output token of every epoch, EOS included
         self.early: dict[int, StreamItem] = {}  # items that came before their turn, by index
         self.excluded: list[str] = []  # workers that lost it
+        self.declined: dict[str, MotetError] = {}  # workers that can never serve it, with their reasons
         self.losses = 0  # workers lost since the last new token
         self.resumed_s = 0.0  # since when it waits for a token from another worker; 0 while it does not
         self.set_back_s = 0.0  # since when its workers have been unable to serve it; 0 while they are able

@@ -8,7 +8,7 @@ Rules:
   when a file is hashed: once, not at every load.
 - a host copy is a mapping of its file, alive also when the file is evicted; files are never written to once named.
 - a download is a `.part` file, locked while it is written; unlocked ones are left from a crash and are deleted.
-- a full disk evicts files that are not mapped, before the fetch or in the middle of it.
+- a full disk evicts files that are not in use, before the fetch or in the middle of it, if they free enough for it.
 
 All methods run on the event loop; files are read, hashed and parsed in threads.
 """
@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from motet.policies.host_tier import Evict, Forget
+from motet.policies.host_tier import DiskRoom, Evict, Forget
 from motet.services.worker import metrics
 from motet.services.worker.adapter_files import AdapterFiles, hash_of
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.errors import AdapterNotFound, MotetError, NotFound, Overloaded, Unavailable
+from motet.shared.errors import AdapterNotFound, MotetError, NotFound, Overloaded, Unavailable, WorkerFull
 from motet.shared.model import AdapterRef
 from motet.shared.objects import Objects, read_object
 from motet.shared.telemetry import logger
@@ -52,8 +52,15 @@ class Decider(Protocol):
     def file_lost(self, digest: str) -> None:
         """A file is missing, or its content does not match its digest."""
 
-    def spare_file(self) -> bool:
-        """The disk is full: `evict` a file that is not in use. Returns whether there was one."""
+    def make_disk_room(self, missing_bytes: int) -> DiskRoom:
+        """The disk lacks room for a download: `evict` files that are not in use, if they free as much."""
+
+
+class _DiskFull(Exception):
+    """The disk took `written_bytes` of a download and no more."""
+
+    def __init__(self, written_bytes: int) -> None:
+        self.written_bytes = written_bytes
 
 
 class AdapterLoader:
@@ -135,8 +142,7 @@ class AdapterLoader:
         if self._objects is None:
             self._objects = await Objects.open(self._bus, subjects.BLOBS)
         wrong = 0
-        while self._files.free_bytes < ref.size_bytes and self._decider.spare_file():
-            pass
+        self._make_room(ref, self._files.free_bytes)
         while wrong < 2:
             try:
                 adapter = await self._download(ref, self._objects)
@@ -144,23 +150,38 @@ class AdapterLoader:
                     return adapter
             except NotFound:
                 raise AdapterNotFound(f"adapter {ref.name!r} ({ref.digest[:12]}) is not in the object store") from None
+            except _DiskFull as full:  # another process's files, or a quota that free bytes do not show
+                self._make_room(ref, min(full.written_bytes, ref.size_bytes - 1))
+                continue
             except (Overloaded, Unavailable, OSError) as error:
-                full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if full and self._decider.spare_file():
-                    continue
-                reason = (
-                    error.message if isinstance(error, MotetError) else "this worker's disk is full" if full else repr(error)
-                )
+                reason = error.message if isinstance(error, MotetError) else repr(error)
                 raise Unavailable(f"adapter {ref.name!r} ({ref.digest[:12]}) cannot be fetched: {reason}") from error
             wrong += 1
             metrics.ADAPTER_CORRUPT.labels("store").inc()
         raise Unavailable(f"adapter {ref.name!r}: the object store's copy does not have digest {ref.digest[:12]}")
 
+    def _make_room(self, ref: AdapterRef, free_bytes: int) -> None:
+        """Make room on the disk, which has `free_bytes`. Raises Unavailable, or WorkerFull if waiting does not help."""
+        missing_bytes = ref.size_bytes - free_bytes
+        if missing_bytes <= 0 or (room := self._decider.make_disk_room(missing_bytes)) == "made":
+            return
+        error = WorkerFull if room == "never" else Unavailable
+        why = "" if room == "never" else ", and the adapters on it are in use"
+        raise error(
+            f"adapter {ref.name!r} ({ref.digest[:12]}) cannot be fetched: this worker's disk is full{why}; it has"
+            f" {ref.size_bytes} bytes, {free_bytes} are free"
+        )
+
     async def _download(self, ref: AdapterRef, store: Objects) -> HostAdapter | None:
         timeout_s = FETCH_BASE_S + ref.size_bytes / FETCH_BYTES_PER_S
         with self._files.partial(ref.digest) as (path, sink):
-            await asyncio.wait_for(read_object(self._bus, store, ref.digest, sink), timeout_s)
-            sink.flush()
+            try:
+                await asyncio.wait_for(read_object(self._bus, store, ref.digest, sink), timeout_s)
+                sink.flush()
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise _DiskFull(path.stat().st_size) from error
             return await asyncio.to_thread(self._admit, path, ref.digest)
 
     def _admit(self, partial: Path, digest: str) -> HostAdapter | None:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from motet.policies.cold_start import AssistRates
-from motet.policies.host_tier import Evict
+from motet.policies.host_tier import DiskRoom, Evict
 from motet.policies.step_record import Step
 from motet.policies.worker_events import CancelRequest
 from motet.services.worker.adapter_files import AdapterFiles
@@ -204,8 +204,8 @@ class _Loads:
     def file_lost(self, digest: str) -> None:
         pass
 
-    def spare_file(self) -> bool:
-        return False
+    def make_disk_room(self, missing_bytes: int) -> DiskRoom:
+        return "never"
 
 
 class _Profiler:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from motet.policies.host_tier import Evict, Forget, Load
+from motet.policies.host_tier import DiskRoom, Evict, Forget, Load
 from motet.policies.request_life import Entry
 from motet.policies.worker_core import WorkerCore
 from motet.policies.worker_events import (
@@ -160,11 +160,10 @@ class Shell:
         """The adapter's file is missing or wrong. It is fetched again."""
         self.on(FileLost(digest))
 
-    def spare_file(self) -> bool:
-        """Delete a file that is not in use. Returns whether there was one."""
-        files = len(self.core.host.files)
-        self.on(DiskFull())
-        return len(self.core.host.files) < files
+    def make_disk_room(self, missing_bytes: int) -> DiskRoom:
+        """Delete files that are not in use, if they free as much."""
+        self.on(DiskFull(missing_bytes))
+        return self.core.disk_room
 
     def _count_adapters(self) -> None:
         metrics.ADAPTERS_RESIDENT.labels("host").set(len(self.core.host.copies))

@@ -106,9 +106,33 @@ def test_a_version_dropped_while_it_is_loaded_or_held_leaves_with_its_last_holde
 
 def test_a_full_file_system_costs_files_that_are_not_mapped_first() -> None:
     tier = tier_with(3 * SIZE, "a", "b", "c")
-    assert not tier.spare_file()
+    assert tier.make_disk_room(SIZE) == "later"
     tier.release("b")
-    assert tier.spare_file() and tier.take_actions() == [Evict("b", "host"), Evict("b", "disk")] and tier.tier("b") is None
+    assert tier.make_disk_room(SIZE) == "made"
+    assert tier.take_actions() == [Evict("b", "host"), Evict("b", "disk")] and tier.tier("b") is None
+
+
+def test_an_adapter_that_a_full_file_system_cannot_take_costs_no_other_its_file() -> None:
+    tier = tier_with(3 * SIZE, "a", "b", "c")
+    tier.release("a")
+    tier.release("b")
+    assert tier.make_disk_room(3 * SIZE + 1) == "never", "not even if everything went"
+    assert tier.make_disk_room(2 * SIZE + 1) == "later", "c is in use"
+    assert tier.take_actions() == [] and tier.files == ["a", "b", "c"]
+    assert tier.make_disk_room(SIZE + 1) == "made", "two files, because one is not enough"
+    assert tier.files == ["c"]
+    assert tier.make_disk_room(0) == "made" and tier.files == ["c"]
+    tier.check()
+
+
+def test_an_adapter_larger_than_the_disk_tier_costs_no_other_its_file() -> None:
+    tier: HostTier[str] = HostTier(9 * SIZE, 2 * SIZE)
+    for name, size in (("a", SIZE), ("b", SIZE), ("huge", 3 * SIZE)):
+        tier.hold(AdapterRef(name=name, digest=name, rank=8, size_bytes=size), name)
+        tier.loaded(name, size, size)
+    assert tier.files == ["a", "b"] and tier.tier("huge") == "host"
+    assert tier.take_actions()[-1] == Evict("huge", "disk")
+    tier.check()
 
 
 def test_without_a_size_of_host_memory_every_adapter_is_there() -> None:
@@ -182,7 +206,7 @@ def test_accounts_add_up_and_every_request_is_served_in_random_histories(seed: i
             case 6:
                 tier.drop(f"d{chance.randrange(12)}")
             case 7 if chance.random() < 0.1:
-                tier.spare_file()
+                tier.make_disk_room(chance.randrange(4 * SIZE))
         carry_out(tier.take_actions())
         tier.check()
         assert mirror == set(tier.copies)

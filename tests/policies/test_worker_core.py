@@ -197,9 +197,11 @@ def test_a_full_disk_costs_a_file_that_is_not_needed() -> None:
     core = core_with()
     core.on(assign("r", "a"), 0.0)
     entry = only_start(core.on(Loaded("a", SIZE, SIZE), 0.0))
-    assert core.on(DiskFull(), 0.0) == [], "the adapter is in use"
+    assert core.on(DiskFull(SIZE), 0.0) == [] and core.disk_room == "later", "the adapter is in use"
+    assert core.on(DiskFull(SIZE + 1), 0.0) == [] and core.disk_room == "never"
     core.on(Stepped(ended=[entry.key]), 0.0)
-    assert core.on(DiskFull(), 0.0) == [Evict("a", "host"), Evict("a", "disk")] and core.view.adapters == {}
+    assert core.on(DiskFull(SIZE), 0.0) == [Evict("a", "host"), Evict("a", "disk")] and core.view.adapters == {}
+    assert core.disk_room == "made"
     core.on(assign("s", "b"), 0.0)
     core.on(FileLost("b"), 0.0)
     core.check()
@@ -310,7 +312,7 @@ def test_in_random_histories_every_request_taken_is_answered_exactly_once(seed: 
                 left = {one: adapter(one) for one in "abcdef" if one != name or chance.random() < 0.5}
                 world.on(chance.choice([Pinned([adapter(name)]), Registered(left), OwnerLost("g9")]))
             case 8 if chance.random() < 0.1:
-                world.on(DiskFull())
+                world.on(DiskFull(chance.randrange(4 * SIZE)))
             case 9 if world.fetches:
                 world.fetched()
     world.on(Close("leaving"))

@@ -18,7 +18,7 @@ from motet.services.gateway.stream import Job, SlowReader, Stream, TextDelta
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.errors import BadRequest, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerLost
+from motet.shared.errors import BadRequest, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerFull, WorkerLost
 from motet.shared.messages import (
     GenerateRequest,
     Move,
@@ -303,6 +303,27 @@ async def test_the_gateway_waits_for_a_part_that_is_away_for_a_while(mesh: Mesh)
         await mesh.first.emit(request, 0, [], "error", error=Unavailable("the object store is away").info())
     await speak(mesh.first, await assigned(mesh.first, LOSSES_MAX + 3))
     assert tokens_of(await read(stream)) == TOKENS
+
+
+async def test_what_one_worker_can_never_do_another_does(mesh: Mesh) -> None:
+    stream = await mesh.owner.open(job())
+    await mesh.first.emit(await assigned(mesh.first), 0, [], "error", error=WorkerFull("the disk is full").info())
+    request = await assigned(mesh.second)
+    assert request.exclude_workers == ("w1",)
+    await speak(mesh.second, request)
+    assert tokens_of(await read(stream)) == TOKENS
+
+
+async def test_what_no_worker_can_ever_do_is_said_at_once_with_their_reason(mesh: Mesh) -> None:
+    stream = await mesh.owner.open(job())
+    began_s = now_s()
+    for worker in mesh.workers:
+        await worker.emit(await assigned(worker), 0, [], "error", error=WorkerFull(f"{worker.worker_id}: disk full").info())
+    with pytest.raises(WorkerFull, match="w2: disk full"):
+        await read(stream)
+    assert now_s() - began_s < owner.SET_BACK_S / 2
+    assert [len(worker.assigned) for worker in mesh.workers] == [1, 1], "none was asked twice"
+    assert mesh.owner.inflight == 0
 
 
 async def test_a_caller_that_cancels_stops_the_worker_at_once(mesh: Mesh) -> None:

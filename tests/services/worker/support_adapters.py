@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from motet.policies.host_tier import HostTier, Load
+from motet.policies.host_tier import DiskRoom, HostTier, Load
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.engine.adapter_weights import HostAdapter
@@ -93,11 +93,11 @@ class AdapterTiers:
         """The file is fetched again."""
         self.tier.file_lost(digest)
 
-    def spare_file(self) -> bool:
-        """Delete a file that can be spared, if there is one."""
-        spared = self.tier.spare_file()
+    def make_disk_room(self, missing_bytes: int) -> DiskRoom:
+        """Delete files that can be spared, if they free as much."""
+        room = self.tier.make_disk_room(missing_bytes)
         self._perform()
-        return spared
+        return room
 
     def _perform(self) -> None:
         for action in self.tier.take_actions():

@@ -16,7 +16,7 @@ import pytest
 from motet.services.worker import adapters
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.shared import subjects
-from motet.shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable
+from motet.shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable, WorkerFull
 from motet.shared.model import AdapterRef
 from motet.shared.objects import Objects
 from tests.services.worker.support_adapters import AdapterTiers
@@ -403,10 +403,10 @@ class SmallDisk:
         monkeypatch.setattr(adapters, "read_object", self.fill)
 
     async def fill(self, bus, store, name, sink) -> None:
-        sink.write(b"x" * KIB)
-        sink.flush()
         used = sum(path.stat().st_size for path in self.bench.directory.glob("*.safetensors"))
-        if used + 64 * KIB > self.size_bytes:
+        if used + (await store.info(name)).size > self.size_bytes:
+            sink.write(b"x" * (self.size_bytes - used))
+            sink.flush()
             raise OSError(errno.ENOSPC, "No space left on device", "/srv/cache/secret")
         sink.seek(0)
         await self.read(bus, store, name, sink)
@@ -425,9 +425,9 @@ async def test_a_full_disk_costs_the_file_used_longest_ago_and_never_one_that_is
     await bench.tiers.acquire(refs[1])
     await bench.tiers.acquire(refs[2])
     assert [bench.tier.tier(ref.digest) for ref in refs[:3]] == [None, "host", "host"]
-    with pytest.raises(Unavailable, match="this worker's disk is full") as full:
+    with pytest.raises(Unavailable, match="this worker's disk is full, and the adapters on it are in use") as full:
         await bench.tiers.acquire(refs[3])
-    assert "/srv" not in full.value.message
+    assert "/srv" not in full.value.message and not isinstance(full.value, WorkerFull), "it has room later"
     assert not list(bench.directory.glob("*.part")) and bench.tier.reserved_bytes == 0
     bench.tiers.release(refs[1].digest)
     assert (await bench.tiers.acquire(refs[3])).data == blob(3)[1]
@@ -444,3 +444,22 @@ async def test_room_is_made_before_a_download_that_the_disk_cannot_take(bench, m
     monkeypatch.setattr(AdapterFiles, "free_bytes", property(lambda files: 0 if files.path(first.digest).exists() else 1 << 30))
     assert (await bench.tiers.acquire(second)).data == data
     assert not bench.file(first).exists() and bench.tier.tier(first.digest) is None
+
+
+async def test_an_adapter_that_the_disk_can_never_take_costs_no_other_its_place(bench, monkeypatch):
+    served = []
+    for seed in range(2):
+        ref, data = blob(seed)
+        await bench.put(ref, data)
+        await bench.tiers.acquire(ref)
+        bench.tiers.release(ref.digest)
+        served.append(ref)
+    huge, data = blob(9, 300 * KIB)
+    await bench.put(huge, data)
+    SmallDisk(bench, 3 * 64 * KIB, monkeypatch)
+    for free_bytes in (64 * KIB, 1 << 30):  # what the file system says; the second one has a quota
+        monkeypatch.setattr(AdapterFiles, "free_bytes", free_bytes)
+        with pytest.raises(WorkerFull, match=r"this worker's disk is full; it has 307200 bytes, 65536 are free"):
+            await bench.tiers.acquire(huge)
+        assert [bench.tier.tier(ref.digest) for ref in served] == ["host", "host"]
+        assert all(bench.file(ref).exists() for ref in served)
