@@ -31,7 +31,9 @@ from motet.shared.errors import InvalidAdapter, TooLarge, Unavailable
 
 PARAM = "location"
 PUBLIC_ENDPOINT = "https://huggingface.co"
-HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+_WORDS = r"(?![^/@]*(?:--|\.\.))\w(?:[\w.-]*\w)?"  # as the hub names owners and repositories
+_REF = r"(?!.*(?:\.\.|//|/\.|\.lock(?:/|$)))\w(?:[\w./-]*[\w-])?"  # as git-check-ref-format; of its signs those of paths only
+HUB_ID = re.compile(rf"({_WORDS}/{_WORDS})(?:@({_REF}))?", re.ASCII)
 MAX_ID_CHARS = 256
 CONNECT_S, SILENCE_S = 10.0, 30.0
 MAX_INFO_BYTES = 8 * 1024 * 1024  # of a repository with tens of thousands of files

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from motet.services.registry.files import CONFIG, WEIGHTS, PeftFiles
-from motet.services.registry.hub import HubOptions, HubSource, is_public
+from motet.services.registry.hub import HUB_ID, HubOptions, HubSource, is_public
 from motet.shared.errors import BadRequest, InvalidAdapter, MotetError, TooLarge, Unavailable
 from tests.services.registry.conftest import Client
 from tests.support_adapters import peft_config, random_tensors, safetensors_bytes
@@ -126,7 +126,20 @@ async def test_an_adapter_is_fetched_pinned_to_its_commit(hub: Hub, location: st
 
 
 @pytest.mark.parametrize(
-    "location", ["noslash", "../etc/passwd", "a/b/c", "/abs/path", "https://host/a/b", "a/b@", "a/" + "b" * 300]
+    "location", ["a/b", "A_1/b.c-d", "a/b@main", "a/b@v1.0", "a/b@refs/pr/12", "a/b@fix--it", "a/b@" + COMMIT, "a/b@x_y/z-"]
+)
+def test_names_and_revisions_of_the_hub_are_taken(location: str):
+    assert HUB_ID.fullmatch(location)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        *("noslash", "../etc/passwd", "a/b/c", "/abs/path", "https://host/a/b", "a/b@", "a/" + "b" * 300),
+        *("a/..", "a/b..c", "a/b.", "a/-b", "a--b/c", ".a/b", "a/b@main@main", "a/b\n", "ä/b"),
+        *("a/b@..", "a/b@../..", "a/b@x/../y", "a/b@/etc", "a/b@x//y", "a/b@x/", "a/b@.x", "a/b@x/.y", "a/b@x.", "a/b@x.lock"),
+        *("a/b@main\n", "a/b@%2e%2e", "a/b@x?y", "a/b@x#y"),
+    ],
 )
 async def test_what_is_no_hub_id_is_refused_without_asking_the_hub(hub: Hub, location: str):
     error = await refused(hub, location)
