@@ -169,11 +169,9 @@ async def watch(connections: set[Any]) -> None:
 
 
 def files_for(connections: int) -> int:
-    """Raise this process's limit of open files as needed; returns how many of `connections` then have room."""
+    """Raise this process's limit of open files to what the system allows; returns how many of `connections` then have room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + SPARE_FILES
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
     return max(min(connections, soft - SPARE_FILES), 1)

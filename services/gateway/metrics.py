@@ -99,6 +99,14 @@ REFUSED = Counter(
     registry=REGISTRY,
 )
 HTTP_ERRORS = Counter("motet_http_errors", "HTTP error answers by error code.", ["code"], registry=REGISTRY)
+HANDSHAKES = Gauge("motet_gateway_tls_handshakes", "TLS connections whose handshake is not finished.", registry=REGISTRY)
+HANDSHAKE_FAILURES = Counter(
+    "motet_gateway_tls_handshake_failures",
+    "TLS connections closed before the end of their handshake: by the client's fault or silence (client), at the limit of"
+    " connections (limit).",
+    ["cause"],
+    registry=REGISTRY,
+)
 INFLIGHT = Gauge("motet_gateway_inflight", "Sequences in progress at this gateway.", registry=REGISTRY)
 
 _adapters_met: set[str] = set()

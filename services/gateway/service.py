@@ -29,6 +29,7 @@ from motet.services.gateway.limits import Limits
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlanner
 from motet.services.gateway.prompt import Prompts
+from motet.services.gateway.tls import TlsListener
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
@@ -109,7 +110,7 @@ class GatewayService:
         await self.intake.start()
         self._stack.push_async_callback(self.intake.stop)
         self._observe()
-        await self._serve(listener)
+        await self._serve(listener, tls if http.tls_cert_file else None)
         gc.collect()
         gc.freeze()  # what lives as long as the process is never looked at again
         self._stack.callback(gc.unfreeze)
@@ -173,7 +174,7 @@ class GatewayService:
         REGISTRY.register(collector)
         self._stack.callback(REGISTRY.unregister, collector)
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         config = self.config
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # invalid requests are the clients' business
         GuardedProtocol.max_connections = files_for(config.http.max_connections)
@@ -187,12 +188,10 @@ class GatewayService:
             server_header=False,
             date_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            ssl_certfile=self.config.http.tls_cert_file or None,
-            ssl_keyfile=self.config.http.tls_key_file or None,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
-        self._server = _Server(server_config)
-        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]))
+        self._server = _Server(server_config, listener, tls)
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener] if tls is None else []))
         watching = asyncio.get_running_loop().create_task(watch(self._server.server_state.connections))
         self._stack.callback(watching.cancel)
         while not self._server.started:
@@ -208,7 +207,28 @@ class GatewayService:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: the service's life is driven by shared.service."""
+    """uvicorn without its own signal handlers, because the service's life is driven by shared.service, and with its own TLS."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._listener, self._tls_context = listener, tls
+        self._tls: TlsListener | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls_context is not None:
+            connections = self.server_state.connections
+            limit = GuardedProtocol.max_connections
+            self._tls = TlsListener(self._listener, self._tls_context, self._protocol, connections, limit)
+            self._tls.start()
+        await super().startup(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return GuardedProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls is not None:
+            await self._tls.end()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -216,7 +236,7 @@ class _Server(uvicorn.Server):
 
     async def leave(self) -> None:
         """Accept no new connections; close idle ones at once and others after their current answer."""
-        for server in self.servers:
+        for server in self.servers if self._tls is None else [self._tls]:
             server.close()
         await asyncio.sleep(LINGER_S)
         for connection in list(self.server_state.connections):

@@ -1,0 +1,158 @@
+"""Promise: TLS clients that never finish their handshake are counted, cost a bounded time, and keep nobody out."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from motet.cli import certificates
+from motet.services.gateway import tls
+from motet.services.gateway.connections import GuardedProtocol, files_for
+from motet.services.gateway.service import GatewayService
+from motet.shared.clock import now_s
+from motet.shared.telemetry import REGISTRY
+from tests.services.gateway.conftest import Mesh
+from tests.services.gateway.support import running_gateway
+from tests.support import eventually
+
+LIMIT = 5
+HALF_A_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tls")
+    certificates.write(out)
+    return out
+
+
+@pytest.fixture
+async def gateway(
+    mesh: Mesh, nats_url: str, tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[GatewayService]:
+    monkeypatch.setattr(GuardedProtocol, "max_connections", 0)  # put back afterwards
+    cert = {"tls_cert_file": str(made / "gateway.crt"), "tls_key_file": str(made / "gateway.key")}
+    async with running_gateway(nats_url, tmp_path, instance_id="g2", max_connections=LIMIT, **cert) as gateway:
+        await eventually(lambda: not gateway.not_ready())
+        yield gateway
+
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def silent(gateway: GatewayService, first: bytes = b"") -> Streams:
+    """A connection that begins no handshake, or does not go on with it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(first)
+    return reader, writer
+
+
+async def ask(gateway: GatewayService, made: Path, **body: Any) -> int:
+    """The status of a request on a connection of its own."""
+    trust = ssl.create_default_context(cafile=str(made / "ca.crt"))
+    url = f"https://localhost:{gateway.port}/v1/completions"
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust)) as session,
+        session.post(url, json={"prompt": "x"} | body) as answer,
+    ):
+        await answer.read()
+        return answer.status
+
+
+def shaking() -> float:
+    return REGISTRY.get_sample_value("motet_gateway_tls_handshakes") or 0.0
+
+
+async def ended(streams: Streams) -> bool:
+    reader, writer = streams
+    try:
+        return await asyncio.wait_for(reader.read(1), 10) == b""
+    except ConnectionError:
+        return True
+    finally:
+        writer.close()
+
+
+async def test_requests_are_answered_over_tls(mesh: Mesh, gateway: GatewayService, made: Path) -> None:
+    mesh.say("hello world")
+    for stream in (False, True):
+        assert await ask(gateway, made, stream=stream) == 200
+    assert shaking() == 0
+
+
+@pytest.mark.parametrize("first", [b"", HALF_A_HELLO], ids=["silent", "half a hello"])
+async def test_a_handshake_that_does_not_end_is_counted_and_closed(
+    gateway: GatewayService, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    monkeypatch.setattr(tls, "HANDSHAKE_S", 0.5)
+    clients = [await silent(gateway, first) for _ in range(3)]
+    await eventually(lambda: shaking() == 3)
+    assert all([await ended(client) for client in clients])
+    await eventually(lambda: shaking() == 0)
+
+
+async def test_at_the_limit_of_connections_the_oldest_handshakes_make_room_for_clients_of_good_will(
+    mesh: Mesh, gateway: GatewayService, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "YOUNG_S", 0.1)
+    mesh.say("hello world")
+    clients = [await silent(gateway) for _ in range(LIMIT)]
+    await eventually(lambda: shaking() == LIMIT)
+    began_s = now_s()
+    await eventually(lambda: now_s() - began_s > 0.1)
+    assert await ask(gateway, made) == 200
+    assert await ended(clients[0]) and shaking() == LIMIT - 1
+
+
+async def test_while_all_handshakes_are_young_no_more_are_taken(gateway: GatewayService) -> None:
+    clients = [await silent(gateway) for _ in range(LIMIT + 1)]
+    assert await ended(clients[-1])
+    assert shaking() == LIMIT
+
+
+async def test_without_a_file_descriptor_the_listener_waits_and_goes_on(
+    mesh: Mesh, gateway: GatewayService, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh.say("hello world")
+    assert gateway._server is not None
+    listener = gateway._server._tls
+    assert listener is not None
+    failures = 0
+
+    class Short:
+        """The listening socket of a process that has no file left, five times."""
+
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def accept(self) -> Any:
+            nonlocal failures
+            failures += 1
+            if failures <= 5:
+                raise OSError(errno.EMFILE, "too many open files")
+            return self._real.accept()
+
+    monkeypatch.setattr(listener, "_listener", Short(listener._listener))
+    assert await ask(gateway, made) == 200
+    assert failures > 5
+
+
+def test_the_limit_of_open_files_is_raised_to_what_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        files_for(16)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
