@@ -3,9 +3,11 @@
 An asyncio server shows a TLS connection to its protocol only after the handshake. Until then nothing counts or closes a client
 that is silent, for a minute by default, so such clients could use up all open files. `TlsListener` accepts by itself:
 
-    accepted ──► handshake ──► GuardedProtocol: counted and watched as without TLS
-                     │ HANDSHAKE_S, or older than YOUNG_S when the connection limit is reached: the oldest one first
-                     └──► closed
+    accepted ──► ClientHello is complete ──► handshake ──► GuardedProtocol: counted and watched as without TLS
+        │                                        │
+        └──── HANDSHAKE_S for both, or older than YOUNG_S when the connection limit is reached: the oldest one first ──► closed
+
+Memory for TLS is taken once the ClientHello is complete: a client that does not send it costs a file descriptor only.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ YOUNG_S = 1.0  # a client of good will is faster, unless its network is slow
 BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64  # then the loop serves others
 PAUSE_S = 0.1  # without a free file descriptor
+PEEK_S = 0.05  # between two looks at an incomplete ClientHello
+HANDSHAKE_RECORD, RECORD_HEAD, RECORD_BYTES = 22, 5, 16_384  # RFC 8446, 5.1
 NO_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -95,14 +99,37 @@ class TlsListener:
         task.add_done_callback(self._handshakes.pop)
 
     async def _shake(self, client: socket.socket) -> None:
+        ends_s = now_s() + HANDSHAKE_S
         try:
+            try:
+                await asyncio.wait_for(self._hello(client), HANDSHAKE_S)
+            except BaseException:
+                client.close()  # from here on the transport closes it
+                raise
+            left_s = max(ends_s - now_s(), 0.01)
             await self._loop.connect_accepted_socket(
-                self._make_protocol, client, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S
+                self._make_protocol, client, ssl=self._context, ssl_handshake_timeout=left_s
             )
-        except (OSError, ssl.SSLError):  # it left, speaks no TLS, or is too slow
+        except (OSError, TimeoutError):  # it left, speaks no TLS, or is too slow
             metrics.HANDSHAKE_FAILURES.labels("client").inc()
         except asyncio.CancelledError:
             metrics.HANDSHAKE_FAILURES.labels("limit").inc()
+
+    async def _hello(self, client: socket.socket) -> None:
+        """Wait until the first record has arrived, and leave it in the socket."""
+        readable = asyncio.Event()
+        self._loop.add_reader(client, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(client)
+        while True:
+            seen = client.recv(RECORD_HEAD + RECORD_BYTES, socket.MSG_PEEK)
+            if not seen:
+                raise ConnectionResetError
+            if seen[0] != HANDSHAKE_RECORD or len(seen) >= RECORD_HEAD + int.from_bytes(seen[3:RECORD_HEAD]):
+                return
+            await asyncio.sleep(PEEK_S)
 
     def _end_oldest(self) -> bool:
         """Close the oldest handshake unless it is young, too. Returns whether that made room."""
