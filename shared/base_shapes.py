@@ -66,6 +66,7 @@ class BaseShapes(msgspec.Struct, frozen=True, kw_only=True):
     heads: int
     kv_heads: int
     head_dim: int
+    model_type: str = ""  # as config.json names it
 
     def linear(self, module: str) -> tuple[int, int]:
         """(in, out) features of one of `shared.model.MODULES`."""
@@ -97,7 +98,8 @@ class BaseShapes(msgspec.Struct, frozen=True, kw_only=True):
 def parse_shapes(config_json: bytes) -> BaseShapes:
     """The shapes a `config.json` describes. Raises BadRequest naming the key that is missing or out of range."""
     try:
-        config = msgspec.convert(text_config(msgspec.json.decode(config_json, type=dict[str, Any])), _Config)
+        whole = msgspec.json.decode(config_json, type=dict[str, Any])
+        config = msgspec.convert(text_config(whole), _Config)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(f"base model's config.json: {error}") from None
     kv_heads = config.num_key_value_heads or config.num_attention_heads
@@ -112,6 +114,7 @@ def parse_shapes(config_json: bytes) -> BaseShapes:
         heads=config.num_attention_heads,
         kv_heads=kv_heads,
         head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        model_type=str(whole.get("model_type", "")),
     )
 
 

@@ -147,6 +147,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tenant: str = ""  # the only tenant that may see and use it; "" is shared by all
     source: str = ""  # where this name's content came from; a version's is where its content was first seen, by whomever
     pin: Pin | None = None  # of the name: it goes on to the name's next version
+    left_out: tuple[str, ...] = ()  # modules of its file that have no effect, as PEFT leaves them out too; for people
 
 
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):
@@ -222,6 +223,14 @@ class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     r2: float  # coefficient of determination
 
 
+class TensorDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of the base's checkpoint: its safetensors type, its shape and the SHA-256 of its bytes there."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
 class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker can hold; fixed for one incarnation."""
 
@@ -254,6 +263,8 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     blocks; "" for an engine that cannot."""
     kv_token_bytes: int = 0
     """KV bytes of one token, where blocks can be taken over."""
+    base_tensors: dict[str, TensorDigest] = {}
+    """The base's `embed_tokens` and `lm_head`, for registries that have no checkpoint."""
 
     @property
     def kv_blocks_most(self) -> int:

@@ -25,7 +25,7 @@ TINY_CONFIG: dict[str, Any] = {
 }
 """A base model where no two linear layers but k and v, gate and up have the same shape (and head_dim * heads != hidden)."""
 
-TINY = BaseShapes(hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=12)
+TINY = BaseShapes(hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=12, model_type="llama")
 
 _DTYPES = {"F32": np.float32, "F16": np.float16}
 

@@ -163,12 +163,19 @@ class _Corpus:
             ("unknown-key", "mixture_of_everything", 3, "its meaning is not known"),
             ("unknown-long-key", LONG, True, "its meaning is not known"),
             ("pissa", "init_lora_weights", "pissa_niter_16", "rewrites the base weights"),
-            ("target-unknown", "target_modules", ["q_proj", "lm_head"], "target_modules names 'lm_head'"),
-            ("target-long", "target_modules", [LONG], "target_modules names"),
+            ("target-unknown", "target_modules", ["lm_head"], "leave out every tensor"),
+            ("target-long", "target_modules", [LONG], "leave out every tensor"),
+            ("target-catastrophic", "target_modules", "(a|a?|.?)+" * 8 + "$b", "more time or memory"),
+            ("target-broken", "target_modules", "(q_proj", "not a regular expression"),
+            ("exclude-catastrophic", "exclude_modules", "(a|a?|.?)+" * 8 + "$b", "more time or memory"),
+            ("exclude-everything", "exclude_modules", ".*", "leave out every tensor"),
+            ("layers-text", "layers_to_transform", "all", "layers_to_transform"),
+            ("layers-pattern-alone", "layers_pattern", "layers", "needs layers_to_transform"),
+            ("layers-of-another-model", "layers_to_transform", [10**30], "leave out every tensor"),
             ("target-numbers", "target_modules", [1, 2], "target_modules"),
             ("rank-pattern-catastrophic", "rank_pattern", {"(a|a?|.?)+" * 8 + "$b": 4}, "more time or memory"),
             ("rank-pattern-broken", "rank_pattern", {"(q_proj": 4}, "not a regular expression"),
-            ("rank-pattern-long", "rank_pattern", {LONG: 4}, "longer than 512"),
+            ("rank-pattern-long", "rank_pattern", {LONG: 4}, "longer than 4096"),
             ("rank-pattern-crowd", "rank_pattern", {f"m{n}": 4 for n in range(9000)}, "the limit is 8192"),
             ("rank-pattern-zero", "rank_pattern", {"q_proj": 0}, "rank_pattern"),
             ("rank-pattern-list", "rank_pattern", ["q_proj"], "rank_pattern"),
@@ -243,12 +250,12 @@ class _Corpus:
         yield "weights-wrong-inputs", self.reshaped(a, lambda m: np.pad(m, ((0, 0), (0, 1)))), "inputs"
         yield "weights-wrong-outputs", self.reshaped(b, lambda m: np.pad(m, ((0, 1), (0, 0)))), "outputs"
         yield "weights-ranks-differ", self.reshaped(a, lambda m: np.pad(m, ((0, 4), (0, 0)))), "rank 8, but r says 4"
-        yield "weights-unknown-module", self.renamed("v_proj", "c_attn"), "not a LoRA matrix"
-        yield "weights-embedding", self.one("base_model.model.model.embed_tokens.lora_embedding_A"), "not a LoRA matrix"
+        yield "weights-unknown-module", self.renamed("layers.0.self_attn.v", "vision.0.attention.v"), "not a LoRA matrix"
+        yield "weights-embedding", self.one("base_model.model.model.embed_tokens.lora_embedding_A"), "leave out every tensor"
         yield "weights-module-in-the-wrong-place", self.renamed("self_attn", "mlp"), "not a LoRA matrix"
         yield "weights-layer-beyond-the-base", self.renamed("layers.0.", "layers.9999."), "the base model has layers"
         yield "weights-layer-negative", self.renamed("layers.0.", "layers.-1."), "not a LoRA matrix"
-        yield "weights-long-name", self.one(LONG), "not a LoRA matrix"
+        yield "weights-long-name", self.one(LONG), "longer than 512"
         yield "weights-control-characters", self.one("\x1b[2J\n"), "not a LoRA matrix"
         twice = {key.replace(".weight", ".default.weight"): value for key, value in list(self.tensors.items())[:2]}
         yield "weights-twice", safetensors_bytes(self.tensors | twice), "twice"

@@ -113,7 +113,11 @@ def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
         return await upload(client, name, path, replace=replace, tenant=tenant)
 
     card = _ask(url, send)
-    print_json(card) if as_json else click.echo(f"added {card['name']} version {card['version']} ({card['digest'][:12]})")
+    if as_json:
+        return print_json(card)
+    click.echo(f"added {card['name']} version {card['version']} ({card['digest'][:12]})")
+    if card["left_out"]:
+        click.echo(f"left out, as its configuration says: {', '.join(card['left_out'])}")
 
 
 @adapters.command()

@@ -138,7 +138,9 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         caller.check("adapters", "adding an adapter")
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
             if uploads.locked():
-                raise Overloaded(f"{gateway.config.requests.max_uploads} uploads are under way already", retry_after_s=5.0)
+                raise Overloaded(
+                    f"{gateway.config.requests.max_uploads} uploads are under way already (--max-uploads)", retry_after_s=5.0
+                )
             async with uploads:
                 info = await _upload(gateway, registry, request)
         else:
@@ -358,7 +360,9 @@ async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> Ad
     if not length.isdecimal():
         raise BadRequest("an upload needs a Content-Length", param="file")
     if int(length) > limit:
-        raise too_large(request, f"the upload has {length} bytes, the limit is {limit}", "file")
+        raise too_large(
+            request, f"the upload has {length} bytes, the limit is {limit} (--max-upload-bytes of the gateway)", "file"
+        )
     try:
         form = await request.form(max_files=1, max_fields=8, max_part_size=4096)
     except MultiPartException as error:
@@ -458,6 +462,7 @@ def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
         "created": created_unix_ms(info) // 1000,
         "updated": entry.updated_unix_ms // 1000,
         "resident": gateway.fleet.tiers(entry.digest),
+        "left_out": list(entry.left_out),
         "pinned_to": list(entry.pin.workers) if entry.pin is not None else [],
         "placed_on": gateway.placements.workers(entry.digest),
     }

@@ -233,6 +233,10 @@ class Adapter(_Answer):
     resident: Annotated[
         dict[str, str], Meta(description="Map from worker id to the fastest tier that holds the adapter: device, host or disk.")
     ]
+    left_out: Annotated[
+        list[str],
+        Meta(description="Modules of its file without effect: its configuration does not select them, as PEFT decides."),
+    ]
     pinned_to: Annotated[list[str], Meta(description="Ids of the workers that keep the adapter loaded; `*`: all.")]
     placed_on: Annotated[list[str], Meta(description="Ids of the workers on which a scheduler wants it loaded.")]
 

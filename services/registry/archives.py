@@ -16,9 +16,9 @@ from typing import BinaryIO
 import msgspec
 
 import motet
-from motet.services.registry.files import PeftFiles
+from motet.services.registry.files import PeftFiles, too_large
 from motet.services.registry.unpack import MAX_OTHER_BYTES, Done, UnpackLimits
-from motet.shared.errors import ErrorInfo, InvalidAdapter, MotetError, TooLarge, from_info
+from motet.shared.errors import ErrorInfo, InvalidAdapter, MotetError, from_info
 from motet.shared.telemetry import logger
 
 log = logger("motet.registry.archives")
@@ -40,7 +40,7 @@ def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str) -
     `max_bytes` plus a few megabytes are written to temporary files.
     """
     if size_bytes > max_bytes + MAX_OTHER_BYTES:
-        raise TooLarge(f"the archive has {size_bytes} bytes, the limit is {max_bytes + MAX_OTHER_BYTES}")
+        raise too_large("the archive", size_bytes, max_bytes + MAX_OTHER_BYTES)
     cpu_s = CPU_BASE_S + (max_bytes + MAX_OTHER_BYTES) // CPU_BYTES_PER_S
     with contextlib.ExitStack() as stack:
         config = stack.enter_context(tempfile.TemporaryFile())

@@ -6,12 +6,13 @@ from typing import BinaryIO
 
 import msgspec
 
-from motet.shared.errors import InvalidAdapter
+from motet.shared.errors import InvalidAdapter, TooLarge
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MAX_CONFIG_BYTES = 1024 * 1024
 SHOWN_CHARS = 120
+LIMIT_OPTION = "--max-adapter-bytes of the registry"
 
 
 class PeftFiles(msgspec.Struct):
@@ -40,6 +41,11 @@ def quoted(value: object) -> str:
     if isinstance(value, str) and len(value) > SHOWN_CHARS:
         return f"{value[:SHOWN_CHARS]!r}... ({len(value)} characters)"
     return shown(repr(value))
+
+
+def too_large(what: str, size_bytes: int, max_bytes: int) -> TooLarge:
+    """The refusal of `what`, which is larger than the registry's limit for weights allows."""
+    return TooLarge(f"{what} has {size_bytes} bytes, the limit is {max_bytes} ({LIMIT_OPTION})", param="location")
 
 
 def _printable(line: str) -> str:

@@ -26,7 +26,7 @@ import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, PeftFiles, missing_weights, shown
+from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, PeftFiles, missing_weights, shown, too_large
 from motet.shared.errors import InvalidAdapter, TooLarge, Unavailable
 
 PARAM = "location"
@@ -139,12 +139,14 @@ class HubSource:
             raise InvalidAdapter(f"{shown(location)} is not a hub id (owner/name or owner/name@revision)", param=PARAM)
         allowed = self._options.repositories
         if allowed and not any(fnmatch.fnmatchcase(match[1], pattern) for pattern in allowed):
-            raise InvalidAdapter(f"{location}: this registry takes adapters from {', '.join(allowed)} only", param=PARAM)
+            raise InvalidAdapter(
+                f"{location}: this registry takes adapters from {', '.join(allowed)} only (--hub-repositories)", param=PARAM
+            )
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 return await self._fetch(match[1], match[2])
         except TimeoutError:
-            reason = f"it takes longer than {self._options.timeout_s:g} s"
+            reason = f"it takes longer than {self._options.timeout_s:g} s (--hub-timeout-s)"
         except aiohttp.ClientError as error:
             reason = shown(error) or type(error).__name__
         raise Unavailable(
@@ -262,7 +264,7 @@ def _checked(repository: str, info: _Info, max_bytes: int) -> dict[str, _File]:
         if size is None or size < 0:
             raise aiohttp.ClientError(f"it does not say how large {name} is")
         if size > limit:
-            raise TooLarge(f"{place}: {name} has {size} bytes, the limit is {limit}", param=PARAM)
+            raise too_large(f"{place}: {name}", size, limit)
     return files
 
 

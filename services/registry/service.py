@@ -35,6 +35,7 @@ from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.audit import Audit, AuditEvent
 from motet.shared.base_shapes import BaseShapes, read_shapes
+from motet.shared.base_tensors import base_tensors
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import (
@@ -60,7 +61,7 @@ from motet.shared.messages import (
     RegistryOk,
     WorkerState,
 )
-from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin
+from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest
 from motet.shared.provision import provision
 from motet.shared.refused_adapters import RefusedAdapters, refused
 from motet.shared.service import run
@@ -136,12 +137,13 @@ class RegistryService:
         self._waiting = 0
         self._local, self._hub = asyncio.Semaphore(LOCAL_SLOTS), asyncio.Semaphore(HUB_SLOTS)
         self._hub_source = HubSource(config.hub)
+        self._own_tensors: dict[str, TensorDigest] = {}
         self._starting = "not started"
 
     async def start(self) -> None:
         config = self._config
-        model = await in_thread(lambda: resolve_model(config.base.model, files=("config.json",)))
-        self._shapes: BaseShapes = read_shapes(model)
+        self._model = await in_thread(lambda: resolve_model(config.base.model, files=("config.json",)))
+        self._shapes: BaseShapes = read_shapes(self._model)
         self._bus = bus = await Bus.connect(config.bus, config.process.identity("registry"), inbox="registry")
         try:
             await provision(
@@ -220,7 +222,8 @@ class RegistryService:
                 "digest": info.entry.digest[:12],
                 "version": info.entry.version,
                 "rank": info.version.rank,
-            },
+            }
+            | _left_out(info),
         )
         if outcome != "unchanged":
             await self._note(f"adapter.{outcome}", ask, info)
@@ -236,7 +239,7 @@ class RegistryService:
             local = await in_thread(lambda: is_there(ask.location, self._config.sources.roots))
             ask = msgspec.structs.replace(ask, kind="path" if local else "hub")
         if ask.kind == "hub" and not self._config.sources.hub_allowed:
-            raise BadRequest("this registry takes no adapters from the hub", param="kind")
+            raise BadRequest("this registry takes no adapters from the hub (--hub-allowed false)", param="kind")
         self._check_room(ask)
         if not ask.replace:
             await self._store.check_free(ask.name, ask.tenant)
@@ -261,8 +264,9 @@ class RegistryService:
                 await self._store.drop_upload(ask.location)
 
     async def _take_in(self, ask: RegisterAdapter, files: PeftFiles) -> tuple[AdapterInfo, str]:
+        told = [limits.base_tensors for limits in self._usage.workers(now_s()).values() if limits.base_tensors]
         with files, VALIDATION_S.time():
-            converted = await in_thread(lambda: self._convert(files))
+            converted = await in_thread(lambda: self._convert(files, told))
         version = AdapterVersion(
             digest=converted.digest,
             base_model=self._config.base.name,
@@ -275,9 +279,16 @@ class RegistryService:
             created_unix_ms=unix_ms(),
         )
         self._check_storage(ask, version)
-        return await self._store.publish(ask.name, version, converted.blob, replace=ask.replace, tenant=ask.tenant)
+        return await self._store.publish(
+            ask.name, version, converted.blob, replace=ask.replace, tenant=ask.tenant, left_out=converted.left_out
+        )
 
-    def _convert(self, files: PeftFiles) -> Converted:
+    def _base_tensors(self, told: list[dict[str, TensorDigest]]) -> dict[str, TensorDigest]:
+        """The base's embeddings and output layer: from the registry's own directory, else as a worker told them."""
+        own = self._own_tensors = self._own_tensors or base_tensors(self._model)
+        return own or (told[0] if told else {})
+
+    def _convert(self, files: PeftFiles, told: list[dict[str, TensorDigest]]) -> Converted:
         return convert(
             files.config_json,
             files.weights,
@@ -285,6 +296,7 @@ class RegistryService:
             self._shapes,
             max_rank=self._config.limits.max_lora_rank,
             max_bytes=self._config.limits.max_adapter_bytes,
+            base_tensors=lambda: self._base_tensors(told),
         )
 
     async def delete(self, ask: DeleteAdapter) -> RegistryOk:
@@ -340,20 +352,27 @@ class RegistryService:
             return
         limit = self._config.limits.max_adapters
         if self._adapters.names() >= limit:
-            raise Conflict(f"there are {limit} adapters, which is the limit: delete one first", param="name")
+            raise Conflict(f"there are {limit} adapters, which is the limit (--max-adapters): delete one first", param="name")
         limit = self._config.limits.max_tenant_adapters
         if ask.tenant and self._adapters.owned(ask.tenant) >= limit:
-            raise Conflict(f"this tenant has {limit} adapters, which is its limit: delete one first", param="name")
+            raise Conflict(
+                f"this tenant has {limit} adapters, which is its limit (--max-tenant-adapters): delete one first", param="name"
+            )
 
     def _check_storage(self, ask: RegisterAdapter, version: AdapterVersion) -> None:
         """Raise if the version does not fit the limits. A version that is stored already counts only for its tenant's limit."""
         known = self._adapters.by_digest(version.digest) is not None
         limit_mib = self._config.limits.max_stored_mib
         if not known and self._adapters.stored_bytes() + version.size_bytes > limit_mib << 20:
-            raise Conflict(f"the stored adapters would take more than {limit_mib} MiB, which is the limit: delete one first")
+            raise Conflict(
+                f"the stored adapters would take more than {limit_mib} MiB, which is the limit (--max-stored-mib): delete one first"
+            )
         limit_mib = self._config.limits.max_tenant_stored_mib
         if ask.tenant and self._adapters.owned_bytes(ask.tenant) + version.size_bytes > limit_mib << 20:
-            raise Conflict(f"this tenant's adapters would take more than {limit_mib} MiB, which is its limit: delete one first")
+            raise Conflict(
+                f"this tenant's adapters would take more than {limit_mib} MiB, which is its limit (--max-tenant-stored-mib): "
+                "delete one first"
+            )
 
     def _check_pin(self, ask: PinAdapter, workers: tuple[str, ...]) -> None:
         """Raise if a worker is unknown or has no room for the pin, or if the tenant has too many pins."""
@@ -363,7 +382,10 @@ class RegistryService:
         pinned = [one for one in self._adapters.pinned() if (one.entry.name, one.entry.tenant) != (ask.name, ask.tenant)]
         limit = self._config.limits.max_tenant_pins
         if ask.tenant and sum(one.entry.tenant == ask.tenant for one in pinned) >= limit:
-            raise Conflict(f"this tenant has {limit} pinned adapters, which is its limit: unpin one first", param="name")
+            raise Conflict(
+                f"this tenant has {limit} pinned adapters, which is its limit (--max-tenant-pins): unpin one first",
+                param="name",
+            )
         present = self._usage.workers(now_s())
         if unknown := sorted(set(workers) - present.keys() - {EVERY_WORKER}):
             known = ", ".join(sorted(present)) or "none"
@@ -470,9 +492,13 @@ class RegistryService:
             files = await in_thread(lambda: open_directory(path, [root], self._config.limits.max_adapter_bytes, source=source))
             info, outcome = await self._take_in(ask, files)
         REGISTRATIONS.labels(outcome).inc()
-        log.info(f"adapter {outcome}", extra={"adapter": name})
+        log.info(f"adapter {outcome}", extra={"adapter": name} | _left_out(info))
         if outcome != "unchanged":
             await self._note(f"adapter.{outcome}", ask, info)
+
+
+def _left_out(info: AdapterInfo) -> dict[str, str]:
+    return {"left_out": ", ".join(info.entry.left_out)} if info.entry.left_out else {}
 
 
 def peft_directories(root: str) -> list[tuple[str, str]]:

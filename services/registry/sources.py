@@ -14,8 +14,17 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from motet.services.registry.archives import read_archive
-from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, PICKLES, WEIGHTS, PeftFiles, missing_weights, shown
-from motet.shared.errors import InvalidAdapter, TooLarge, Unavailable
+from motet.services.registry.files import (
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    PICKLES,
+    WEIGHTS,
+    PeftFiles,
+    missing_weights,
+    shown,
+    too_large,
+)
+from motet.shared.errors import InvalidAdapter, Unavailable
 
 PARAM = "location"
 
@@ -35,7 +44,7 @@ def _open_plain(path: str, roots: Sequence[str]) -> BinaryIO:
     """Open a plain file below the roots for reading. Raises InvalidAdapter, or OSError when it cannot be opened."""
     real = os.path.realpath(path)
     if not is_below(real, roots):
-        raise InvalidAdapter(f"{os.path.basename(path)} is a link to outside the allowed roots", param=PARAM)
+        raise InvalidAdapter(f"{os.path.basename(path)} is a link to outside the allowed roots (--adapter-roots)", param=PARAM)
     # NONBLOCK: opening a named pipe must not wait for a writer
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -61,7 +70,7 @@ def open_path(location: str, roots: Sequence[str], max_bytes: int) -> PeftFiles:
         raise InvalidAdapter("the path is empty or holds a zero byte", param=PARAM)
     allowed = _candidates(location, roots)
     if not allowed:
-        raise InvalidAdapter(f"path {shown(location)} is outside the allowed roots", param=PARAM)
+        raise InvalidAdapter(f"path {shown(location)} is outside the allowed roots (--adapter-roots)", param=PARAM)
     path = next((p for p in allowed if os.path.exists(p)), allowed[0])
     source = relative_source(path, roots)
     try:
@@ -101,5 +110,5 @@ def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: s
     size_bytes = _size(weights)
     if size_bytes > max_bytes:
         weights.close()
-        raise TooLarge(f"{WEIGHTS} has {size_bytes} bytes, the limit is {max_bytes}", param=PARAM)
+        raise too_large(WEIGHTS, size_bytes, max_bytes)
     return PeftFiles(config_json=config_json, weights=weights, size_bytes=size_bytes, source=source)

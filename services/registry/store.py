@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from motet.services.registry.files import quoted
+from motet.services.registry.files import quoted, too_large
 from motet.services.registry.usage import IDLE_S
 from motet.shared import subjects
 from motet.shared.adapter_watch import VERSION, entry_key
@@ -42,7 +42,6 @@ from motet.shared.errors import (
     Conflict,
     MotetError,
     Overloaded,
-    TooLarge,
     Unavailable,
 )
 from motet.shared.kv import Bucket
@@ -167,14 +166,21 @@ class AdapterStore:
                 raise _exists(name)
 
     async def publish(
-        self, name: str, version: AdapterVersion, blob: bytes, *, replace: bool, tenant: str = SHARED
+        self,
+        name: str,
+        version: AdapterVersion,
+        blob: bytes,
+        *,
+        replace: bool,
+        tenant: str = SHARED,
+        left_out: tuple[str, ...] = (),
     ) -> tuple[AdapterInfo, str]:
-        """Store `blob` and let `tenant`'s `name` point at it.
+        """Store `blob` and let `tenant`'s `name` point at it. `left_out` is noted with the name.
 
         Returns the entry and "registered", "replaced" or "unchanged". Raises AdapterExists when the name is taken and `replace`
         is not set, also when another client took it meanwhile.
         """
-        source = version.source
+        facts = {"source": version.source, "left_out": left_out}
         with reachable():
             async with asyncio.timeout(PUT_S + 30.0):
                 for _ in range(ATTEMPTS):
@@ -194,7 +200,7 @@ class AdapterStore:
                             await self._release(version.digest, hold)
                         raise
                     # From here on a failure leaves the hold: the name may have been written though the answer was lost.
-                    entry = _entry(present, name=name, digest=version.digest, hold=hold, tenant=tenant, source=source)
+                    entry = _entry(present, name=name, digest=version.digest, hold=hold, tenant=tenant, **facts)
                     if await self._point(entry, revision):
                         if present is not None:
                             await self._release(present.digest, present.hold)
@@ -225,7 +231,7 @@ class AdapterStore:
                         return AdapterInfo(entry=present, version=version)
                 hold = await self._claim(aimed.digest, qualified(name, tenant))
                 version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
-                facts = {"digest": aimed.digest, "alias_of": target, "source": aimed.source}
+                facts = {"digest": aimed.digest, "alias_of": target, "source": aimed.source, "left_out": aimed.left_out}
                 entry = _entry(present, name=name, hold=hold, tenant=tenant, **facts)
                 if version is not None and await self._point(entry, revision):
                     if present is not None:
@@ -295,7 +301,7 @@ class AdapterStore:
             if info is None:
                 raise BadRequest(f"there is no upload {quoted(name)}, or it has expired", param="location")
             if (info.size or 0) > max_bytes:
-                raise TooLarge(f"the upload has {info.size} bytes, the limit is {max_bytes}", param="location")
+                raise too_large("the upload", info.size or 0, max_bytes)
             file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's
             try:
                 async with asyncio.timeout(PUT_S):

@@ -32,7 +32,16 @@ from typing import IO, BinaryIO, cast
 
 import msgspec
 
-from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, missing_weights, quoted, shown
+from motet.services.registry.files import (
+    CONFIG,
+    LIMIT_OPTION,
+    MAX_CONFIG_BYTES,
+    WEIGHTS,
+    missing_weights,
+    quoted,
+    shown,
+    too_large,
+)
 from motet.shared.errors import InvalidAdapter, MotetError, TooLarge, Unavailable
 
 MAX_MEMBERS = 1000
@@ -66,7 +75,7 @@ class _Metered(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         if size < 0 or size > self._left:
-            raise TooLarge("the archive inflates to more than the size limit")
+            raise TooLarge(f"the archive inflates to more than the size limit ({LIMIT_OPTION})")
         data = self._inner.read(size)
         self._left -= len(data)
         return data
@@ -99,7 +108,7 @@ class _Picker:
             raise InvalidAdapter(f"the archive holds more than one {path.name}")
         sink, limit = self._sinks[path.name]
         if size > limit:
-            raise TooLarge(f"archive member {quoted(name)} has {size} bytes, the limit is {limit}")
+            raise too_large(f"archive member {quoted(name)}", size, limit)
         inner = read()
         if inner is None:
             raise InvalidAdapter(f"archive member {quoted(name)} is not a plain file")

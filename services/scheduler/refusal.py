@@ -45,7 +45,8 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
         return BadRequest(f"the workers of {ask.base_model} run it without adapters", param="model")
     if "lora_rank" in rejected:
         return BadRequest(
-            f"the adapter's rank {ask.rank} is above {screening.largest_rank}, the largest a worker of {ask.base_model} takes",
+            f"the adapter's rank {ask.rank} is above {screening.largest_rank}, the largest a worker of {ask.base_model} takes "
+            "(--max-lora-rank of the workers)",
             param="model",
         )
     return PromptTooLong.of(

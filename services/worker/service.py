@@ -45,6 +45,7 @@ from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
 from motet.services.worker.state import START_PERF, WorkerView
 from motet.shared import subjects
+from motet.shared.base_tensors import base_tensors
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
@@ -153,14 +154,14 @@ class WorkerService:
     async def _start(self, bus: Bus) -> None:
         config = self.config
         self._exit.push_async_callback(self.engine.stop)
-        await self.engine.start()
+        _, tensors = await asyncio.gather(self.engine.start(), asyncio.to_thread(base_tensors, self._model_dir))
         if config.engine.engine == "vllm":
             from motet.services.worker.vllm_engine.assemble import VllmEngine, assembly_of
 
             assert isinstance(self.engine, VllmEngine), "it was made a moment ago"
             self.assembly = assembly_of(config, self.engine)
         serves = self.engine.capabilities.serves
-        limits = msgspec.structs.replace(self.assembly.limits, capabilities=tuple(sorted(serves)))
+        limits = msgspec.structs.replace(self.assembly.limits, capabilities=tuple(sorted(serves)), base_tensors=tensors)
         self._acceptable = admission.Acceptable(
             base_model=limits.base_model,
             vocab_size=self.assembly.vocab_size,

@@ -146,6 +146,7 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "created": 1_700_000_000,
         "updated": 1_700_000_000,
         "resident": {"w1": "device"},
+        "left_out": [],
         "pinned_to": [],
         "placed_on": [],
     }

@@ -114,14 +114,16 @@ def test_equal_content_has_an_equal_digest_whatever_the_order_and_form_of_the_fi
     tensors = random_tensors(modules=MODULES)
     first = run(safetensors_bytes(tensors), peft_config(modules=MODULES))
     shuffled = {key.replace(".weight", ".default.weight"): tensors[key] for key in sorted(tensors, key=lambda key: key[::-1])}
-    second = run(safetensors_bytes(shuffled), peft_config(modules=["o_proj"], rank=4, alpha=4, use_rslora=True))
+    second = run(safetensors_bytes(shuffled), peft_config(modules=MODULES, rank=4, alpha=4, use_rslora=True))
     assert first.digest == second.digest  # 8 / 4 and 4 / sqrt(4) are the same scale
     other = run(safetensors_bytes(tensors), peft_config(modules=MODULES, alpha=9))
     assert other.digest != first.digest
 
 
 def test_a_single_layer_and_a_single_module_are_enough():
-    converted = run(safetensors_bytes(random_tensors(layers=[1], modules=["down_proj"], rank=1)), peft_config(rank=1))
+    converted = run(
+        safetensors_bytes(random_tensors(layers=[1], modules=["down_proj"], rank=1)), peft_config(rank=1, modules=["down_proj"])
+    )
     assert (converted.layers, converted.modules, converted.rank) == (1, ("down_proj",), 1)
 
 
@@ -134,7 +136,9 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"use_dora": True}, "use_dora", "DoRA"),
     ({"lora_bias": True}, "lora_bias", "biases on lora_B"),
     ({"fan_in_fan_out": True}, "fan_in_fan_out", "transposed"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save", "replaces whole modules"),
+    ({"modules_to_save": ["score"]}, "modules_to_save", "replaces whole modules"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save", "the file does not hold"),
+    ({"use_merged_linear": True}, "use_merged_linear", "fused layers"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices", "embeddings"),
     ({"megatron_config": {"a": 1}}, "megatron_config", "Megatron"),
     ({"layer_replication": [[0, 2]]}, "layer_replication", "another base model"),
@@ -142,13 +146,18 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"kasa_config": {"beta": 1}}, "kasa_config", "base weights"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights", "rewrites the base weights"),
     ({"init_lora_weights": "olora"}, "init_lora_weights", "rewrites the base weights"),
-    ({"target_modules": ["q_proj", "lm_head"]}, "target_modules", "'lm_head'"),
-    ({"target_modules": ["embed_tokens"]}, "target_modules", "'embed_tokens'"),
+    ({"target_modules": ["embed_tokens"]}, "target_modules", "leave out every tensor"),
+    ({"target_modules": []}, "target_modules", "leave out every tensor"),
+    ({"target_modules": "q_(proj"}, "target_modules", "not a regular expression"),
+    ({"target_modules": "(.|.)*" * 28 + "!"}, "target_modules", "more time or memory"),
+    ({"exclude_modules": ".*"}, "target_modules", "leave out every tensor"),
+    ({"target_modules": "all-linear", "layers_to_transform": [0]}, "layers_to_transform", "cannot be used"),
+    ({"layers_pattern": "layers"}, "layers_pattern", "needs layers_to_transform"),
     ({"a_key_of_tomorrow": True}, "a_key_of_tomorrow", "not known here"),
     ({"rank_pattern": {"q_proj": 0}}, "rank_pattern", ">= 1"),
     ({"rank_pattern": {"q_(proj": 4}}, "rank_pattern", "not a regular expression"),
     ({"alpha_pattern": {"(.|.)" * 28 + "!": 4}}, "alpha_pattern", "more time or memory"),
-    ({"alpha_pattern": {"x" * 600: 4}}, "alpha_pattern", "longer than"),
+    ({"alpha_pattern": {"x" * 5000: 4}}, "alpha_pattern", "longer than"),
     ({"rank_pattern": {"q_proj": 8}}, "r", "rank_pattern['q_proj'] says 8"),
     ({"r": 5}, "r", "rank 4, but r says 5"),
 ]
@@ -170,14 +179,41 @@ def test_a_config_that_is_not_one_is_refused(text: bytes):
 
 
 def test_harmless_config_keys_are_ignored():
-    extra = {
-        "layers_to_transform": [0, 1],
-        "loftq_config": {},
-        "megatron_core": "megatron.core",
-        "init_lora_weights": "gaussian",
-    }
+    extra = {"loftq_config": {}, "megatron_core": "megatron.core", "init_lora_weights": "gaussian"}
     extra |= {"target_modules": "all-linear", "eva_config": None, "peft_version": "9.9", "a_key_of_tomorrow": False}
     assert run(safetensors_bytes(random_tensors()), peft_config(**extra)).rank == 4
+
+
+MS_SWIFT = {  # what `swift.tuners.LoRAConfig` wrote before it became PEFT's
+    "swift_type": "LORA",
+    "use_qa_lora": False,
+    "use_merged_linear": False,
+    "enable_lora": None,
+    "lora_dtype": "bf16",
+    "lorap_lr_ratio": 16.0,
+    "lorap_emb_lr": 1e-06,
+    "model_key_mapping": None,
+    "group_size": None,
+}
+ALPACA_LORA = {"enable_lora": None, "merge_weights": True}  # PEFT 0.2
+UNSLOTH = {"auto_mapping": {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True}, "unsloth_fixed": True}
+
+
+@pytest.mark.parametrize("keys", [MS_SWIFT, ALPACA_LORA, UNSLOTH])
+def test_training_keys_of_other_tools_change_nothing(keys: dict[str, Any]):
+    weights = safetensors_bytes(random_tensors())
+    assert run(weights, peft_config(**keys)).digest == run(weights, peft_config()).digest
+
+
+def test_every_key_of_the_pinned_peft_is_known():
+    import dataclasses
+
+    from peft import LoraConfig
+
+    from motet.services.registry.peft_config import MEANINGLESS, UNSUPPORTED, PeftConfig
+
+    keys = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert keys <= MEANINGLESS | UNSUPPORTED.keys() | set(PeftConfig.__struct_fields__)
 
 
 def renamed(old: str, new: str) -> dict[str, np.ndarray]:
@@ -202,7 +238,7 @@ TENSORS: list[tuple[str, dict[str, np.ndarray], str]] = [
     ("unknown module", renamed("q_proj", "c_attn"), "c_attn.lora_A.weight: not a LoRA matrix"),
     ("embedding", renamed("layers.0.self_attn.q_proj", "embed_tokens"), "embed_tokens.lora_A.weight: not a LoRA matrix"),
     ("wrong block", renamed("self_attn.q_proj", "mlp.q_proj"), "mlp.q_proj.lora_A.weight: not a LoRA matrix"),
-    ("whole module", changed("base_model.model.lm_head.weight", np.ones((4, 4), np.float32)), "lm_head.weight"),
+    ("whole module", changed("base_model.model.model.norm.weight", np.ones(4, np.float32)), "norm.weight"),
     ("DoRA magnitude", changed(f"{Q0}.lora_magnitude_vector", np.ones(48, np.float32)), "lora_magnitude_vector"),
     ("bias", changed(f"{Q0}.lora_B.bias", np.ones(48, np.float32)), "lora_B.bias"),
     ("layer out of range", renamed("layers.1.", "layers.2."), "layers 0 to 1"),
@@ -224,8 +260,9 @@ TENSORS: list[tuple[str, dict[str, np.ndarray], str]] = [
 
 @pytest.mark.parametrize(("tensors", "reason"), [case[1:] for case in TENSORS], ids=[case[0] for case in TENSORS])
 def test_tensors_that_do_not_fit_are_refused_by_name(tensors: dict[str, np.ndarray], reason: str):
+    modules = ("q_proj", "v_proj", "c_attn", "embed_tokens")
     with pytest.raises(InvalidAdapter) as refused:
-        run(safetensors_bytes(tensors), peft_config())
+        run(safetensors_bytes(tensors), peft_config(modules=modules))
     assert reason in refused.value.message
 
 
@@ -255,7 +292,7 @@ def test_a_file_over_the_size_limit_is_refused_before_it_is_read():
 def test_a_small_file_whose_whole_pages_are_over_the_size_limit_is_refused_with_both_numbers():
     weights = safetensors_bytes(random_tensors(layers=[1], modules=["down_proj"], rank=1))
     with pytest.raises(TooLarge, match=r"needs \d+ bytes in whole pages of 8 ranks over 2 layers, the limit is 2000"):
-        run(weights, peft_config(rank=1), max_bytes=2000)
+        run(weights, peft_config(rank=1, modules=["down_proj"]), max_bytes=2000)
 
 
 def with_header(header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> bytes:

@@ -159,7 +159,7 @@ async def test_bad_adapters_are_refused_with_the_reason_and_leave_no_trace(clien
     (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-1])
     outside = write_adapter(tmp_path / "outside")
     (roots / "escape").symlink_to(outside)
-    renamed = {key.replace("v_proj", "c_attn"): value for key, value in random_tensors().items()}
+    renamed = {key.replace("self_attn.v_proj", "attention.v_proj"): value for key, value in random_tensors().items()}
     wide = {key: np.pad(value, ((0, 0), (0, 1))) if "lora_A" in key else value for key, value in random_tensors().items()}
     cases: list[tuple[str, Path | str, str]] = [
         ("shapes", write_adapter(roots / "shapes", tensors=wide), "the base model's layer has 32 inputs"),

@@ -1,0 +1,68 @@
+"""Digests of a base model's embeddings and output layer, read from its checkpoint.
+
+With them the registry recognizes unchanged copies of these tensors in adapter files. The bytes are hashed as they lie in the
+checkpoint, so this costs one pass over two tensors. No torch; blocks, so call it in a thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from motet.shared.adapter_blob import MAX_HEADER_BYTES, TensorInfo, safetensors_header
+from motet.shared.base_shapes import MAX_CONFIG_BYTES, text_config
+from motet.shared.errors import MotetError
+from motet.shared.model import TensorDigest
+
+EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
+_READ_BYTES = 1 << 22
+
+
+def base_tensors(directory: Path) -> dict[str, TensorDigest]:
+    """Digests of `embed_tokens` and `lm_head`, as far as the directory's safetensors files hold them; else nothing.
+
+    A model that ties its output layer to the embeddings and stores no output layer has the embeddings for both.
+    """
+    found: dict[str, TensorDigest] = {}
+    try:
+        for path in sorted(directory.glob("*.safetensors")):
+            found |= _of_file(path)
+        if EMBEDDING in found and OUTPUT not in found and _is_tied(directory):
+            found[OUTPUT] = found[EMBEDDING]
+    except (OSError, MotetError, msgspec.MsgspecError):
+        return {}
+    return found
+
+
+def _of_file(path: Path) -> dict[str, TensorDigest]:
+    found = {}
+    with path.open("rb") as file:
+        size_bytes = path.stat().st_size
+        head = file.read(8)
+        if int.from_bytes(head, "little") <= MAX_HEADER_BYTES:
+            head += file.read(int.from_bytes(head, "little"))
+        tensors, _, start = safetensors_header(head, size_bytes)
+        for name, info in tensors.items():
+            module = name.removesuffix(".weight").rpartition(".")[2]
+            if module in (EMBEDDING, OUTPUT) and name.endswith(".weight"):
+                found[module] = _digest(file, start, info)
+    return found
+
+
+def _digest(file: Any, start: int, info: TensorInfo) -> TensorDigest:
+    begin, end = info.data_offsets
+    digest = hashlib.sha256()
+    file.seek(start + begin)
+    for at in range(begin, end, _READ_BYTES):
+        digest.update(file.read(min(_READ_BYTES, end - at)))
+    return TensorDigest(dtype=info.dtype, shape=tuple(info.shape), sha256=digest.hexdigest())
+
+
+def _is_tied(directory: Path) -> bool:
+    """Whether `config.json` ties the output layer to the embeddings; transformers' default is that it does."""
+    with (directory / "config.json").open("rb") as file:
+        config = msgspec.json.decode(file.read(MAX_CONFIG_BYTES), type=dict[str, Any])
+    return bool(config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", True)))
