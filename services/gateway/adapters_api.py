@@ -139,7 +139,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
             if uploads.locked():
                 raise Overloaded(
-                    f"{gateway.config.requests.max_uploads} uploads are under way already (--max-uploads)", retry_after_s=5.0
+                    f"{gateway.config.requests.max_uploads} uploads are under way already", retry_after_s=5.0
                 )
             async with uploads:
                 info = await _upload(gateway, registry, request)
@@ -360,9 +360,7 @@ async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> Ad
     if not length.isdecimal():
         raise BadRequest("an upload needs a Content-Length", param="file")
     if int(length) > limit:
-        raise too_large(
-            request, f"the upload has {length} bytes, the limit is {limit} (--max-upload-bytes of the gateway)", "file"
-        )
+        raise too_large(request, f"the upload has {length} bytes, the limit is {limit} (--max-upload-bytes)", "file")
     try:
         form = await request.form(max_files=1, max_fields=8, max_part_size=4096)
     except MultiPartException as error:

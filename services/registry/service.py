@@ -365,7 +365,8 @@ class RegistryService:
         limit_mib = self._config.limits.max_stored_mib
         if not known and self._adapters.stored_bytes() + version.size_bytes > limit_mib << 20:
             raise Conflict(
-                f"the stored adapters would take more than {limit_mib} MiB, which is the limit (--max-stored-mib): delete one first"
+                f"the stored adapters would take more than {limit_mib} MiB, which is the limit (--max-stored-mib): "
+                "delete one first"
             )
         limit_mib = self._config.limits.max_tenant_stored_mib
         if ask.tenant and self._adapters.owned_bytes(ask.tenant) + version.size_bytes > limit_mib << 20:
