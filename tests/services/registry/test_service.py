@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import zipfile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,8 +20,9 @@ from motet.shared import subjects
 from motet.shared.adapter_blob import digest_of, read_index
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.clock import unix_ms
-from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, MotetError
+from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, InvalidAdapter, MotetError
 from motet.shared.messages import WorkerDelta
+from motet.shared.model import TensorDigest
 from tests.services.registry.conftest import Client, brief, snapshot
 from tests.support import eventually
 from tests.support_adapters import random_tensors, write_adapter
@@ -102,6 +105,34 @@ async def test_an_alias_points_at_what_its_target_was_and_keeps_the_weights_aliv
     await client.register("other", write_adapter(roots / "c", seed=3))
     with pytest.raises(AdapterExists):
         await client.alias("other", "stable-1")
+
+
+async def test_modules_without_effect_are_told_with_the_adapter_and_its_aliases(client: Client, roots: Path):
+    write_adapter(roots / "part", exclude_modules=["v_proj"])
+    left_out = tuple(f"model.layers.{layer}.self_attn.v_proj" for layer in range(2))
+    info = await client.register("part", roots / "part")
+    assert info.version.modules == ("q_proj",) and info.entry.left_out == left_out
+    assert (await client.alias("other", "part")).entry.left_out == left_out
+
+
+async def test_a_copy_of_the_embeddings_is_compared_with_what_a_worker_told_of_its_checkpoint(client: Client, roots: Path):
+    copy = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    tensors = random_tensors() | {"base_model.model.model.embed_tokens.weight": copy}
+    error = await client.refused("early", write_adapter(roots / "early", tensors=tensors))
+    assert "cannot be compared" in error.message
+    told = TensorDigest(dtype="F32", shape=copy.shape, sha256=hashlib.sha256(copy.tobytes()).hexdigest())
+    state = snapshot()
+    state.limits = msgspec.structs.replace(state.limits, base_tensors={"embed_tokens": told})
+    await client.bus.publish(subjects.state("w1"), state)
+
+    async def registered() -> bool:
+        try:
+            info = await client.register("copied", roots / "early")
+        except InvalidAdapter:
+            return False
+        return info.entry.left_out == ("embed_tokens: an unchanged copy of the base model's",)
+
+    await eventually(registered)
 
 
 async def test_delete_in_use_is_refused_unless_forced_or_another_name_keeps_the_weights(client: Client, roots: Path):

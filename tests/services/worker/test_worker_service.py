@@ -169,5 +169,6 @@ async def test_states_arrive_without_gaps_and_end_empty(start, adapters):
         known = state if isinstance(state, WorkerSnapshot) else apply(known, state)
     final = as_sets(states[-1])
     assert as_sets(known)[:3] == final[:3]
+    assert states[-1].limits.base_tensors.keys() == {"embed_tokens", "lm_head"}
     assert states[-1].kv_blocks_free <= states[-1].limits.kv_blocks_most and states[-1].perf.decode_base_ms >= 0
     assert {held.digest for held in states[-1].adapters if held.tier == "device"} == {ref.digest for ref in refs[1:]}
