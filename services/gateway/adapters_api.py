@@ -138,9 +138,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         caller.check("adapters", "adding an adapter")
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
             if uploads.locked():
-                raise Overloaded(
-                    f"{gateway.config.requests.max_uploads} uploads are under way already", retry_after_s=5.0
-                )
+                raise Overloaded(f"{gateway.config.requests.max_uploads} uploads are under way already", retry_after_s=5.0)
             async with uploads:
                 info = await _upload(gateway, registry, request)
         else:
