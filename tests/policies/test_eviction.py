@@ -84,6 +84,29 @@ def test_next_use_keeps_what_is_asked_for_often_and_is_costly_to_bring_back() ->
     assert list(order) == ["rare", "far-rare", "steady"]
 
 
+@pytest.mark.parametrize("make", [NextUse, Gdsf])
+def test_of_two_adapters_that_cost_the_same_to_bring_back_the_larger_one_leaves_first(make: type[NextUse] | type[Gdsf]) -> None:
+    """A policy values what keeping a byte saves. Both cost 1 s, so a byte of the small one is worth ten times as much."""
+    order = make(cost=lambda digest, size_bytes: 1.0)
+    used(order, "small", at=0.0, size_bytes=100)
+    used(order, "large", at=0.0, size_bytes=1000)
+    assert list(order) == ["large", "small"]
+    values = order._values()
+    assert values["small"] == pytest.approx(10 * values["large"], rel=0.05), "earlier requests count a little less"
+
+
+def test_gdsf_values_an_adapter_by_its_uses_times_its_cost_per_byte_plus_the_caches_age() -> None:
+    order = Gdsf(cost=lambda digest, size_bytes: 2.0 + size_bytes)
+    for at in range(3):
+        used(order, "a", at=at, size_bytes=8)
+    used(order, "b", at=3.0, size_bytes=4)
+    assert order._values() == {"a": pytest.approx(3 * 10 / 8), "b": pytest.approx(6 / 4)}
+    order.forget("b")
+    order.come("c", 2)
+    order.release("c")
+    assert order._values()["c"] == pytest.approx(1.5 + 4 / 2), "the age is the value of what left last"
+
+
 def test_next_use_remembers_how_often_an_adapter_was_asked_for_that_has_left() -> None:
     order = NextUse()
     for at in range(5):

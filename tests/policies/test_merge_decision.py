@@ -175,6 +175,34 @@ def test_thresholds_follow_what_would_have_been_faster() -> None:
     assert rare.alpha == pytest.approx(0.77), "6 / 40.6 ms is less than 10 / 56.9 ms"
 
 
+def test_the_threshold_for_unmerging_follows_what_would_have_been_faster() -> None:
+    """Algorithm 2 for beta: as for alpha, but the other mode, unmerged steps, pays for the switch.
+
+    Of 10 requests, 9 of one adapter: merged steps take 40.9 ms for 9, unmerged ones 56.9 ms for 10. With 6 of 10 it is 40.6 ms
+    for 6. Then unmerged steps win, unless a switch of 2,000 ms makes 50 of them 40 ms longer each.
+    """
+
+    def after_a_period(biggest: int, switch_ms: float) -> Merging:
+        one = Merging(
+            MergeCosts(switch_ms=switch_ms, step_ms=40.0, row_ms=0.1, lora=0.389),
+            MergeConfig(alpha=0.5, beta=0.5, period=50, decrement=0.02, multiply=1.1),
+        )
+        for _ in range(51):
+            assert step(one, {"a": biggest, "b": 10 - biggest}).merged == "a"
+        assert one.alpha == 0.5, "it belongs to the other mode"
+        return one
+
+    assert after_a_period(9, switch_ms=0.0).beta == pytest.approx(0.48), "9 / 40.9 ms is more than 10 / 56.9 ms"
+    assert after_a_period(6, switch_ms=0.0).beta == pytest.approx(0.55), "6 / 40.6 ms is less than 10 / 56.9 ms"
+    assert after_a_period(6, switch_ms=2000.0).beta == pytest.approx(0.48), "6 / 40.6 ms is more than 10 / 96.9 ms"
+
+
+def test_an_adapter_is_unmerged_sooner_once_beta_has_risen() -> None:
+    one = merging(alpha=0.5, beta=0.55, period=50, multiply=1.1)
+    modes = [step(one, {"a": 6, "b": 4}).merged for _ in range(60)]
+    assert modes[:50] == ["a"] * 50 and modes[50] == "", "0.6 is below 0.55 * 1.1"
+
+
 def test_a_switch_that_does_not_pay_back_within_the_period_counts_against_merging() -> None:
     one = Merging(MergeCosts(switch_ms=10_000.0, step_ms=40.0, row_ms=0.1, lora=0.389), MergeConfig(alpha=0.9, period=50))
     for _ in range(51):

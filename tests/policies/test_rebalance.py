@@ -122,3 +122,35 @@ def test_blocks_travel_with_running_requests_between_workers_that_compute_alike(
     limits, _ = state.terms("w1")
     state.put_worker("w1", msgspec.structs.replace(limits, kv_format="y"), linked)
     assert not one.travels(state, "r0-0", "w0", "w1")
+
+
+def test_a_plan_counts_the_work_the_memory_and_the_room_that_workers_report() -> None:
+    """A full step of four seats takes 30 + 4 * 0.1 ms, so a token costs 7.6 ms; a queued prompt of 100 tokens 10 ms more.
+
+    A request takes KV memory for its 100 tokens and the 100 that it will produce; the worker has 1000 blocks of 16 tokens.
+    """
+    state = cluster(6, 1)
+    state.put_adapter("w0", "on the device", "device")
+    state.put_adapter("w0", "on the host", "host")
+    (question,) = ask(Rebalancer(CONFIG), state, 1.0, always=True)
+    busy, other = question.replicas
+    running, waiting = busy.requests[0], busy.requests[5]
+    assert (busy.worker_id, other.worker_id, len(busy.requests), len(other.requests)) == ("w0", "w1", 6, 1)
+    assert (running.work_ms, running.again_ms) == (pytest.approx(760.0), pytest.approx(10.0))
+    assert (waiting.work_ms, waiting.again_ms) == (pytest.approx(770.0), 0.0)
+    assert running.memory == waiting.memory == 200.0
+    assert busy.memory == other.memory == 16_000.0
+    assert list(busy.adapters) == ["on the device"]
+    assert busy.takes == 1004 - 6 and other.takes == 1004 - 1
+
+
+def test_requests_leave_a_worker_whose_memory_they_would_overflow() -> None:
+    """Six requests need 6 * 200 of 16 * 1000 tokens, and 6 * 4,000 if their answers are long: 8,000 too many."""
+    state = cluster(4, 0)
+    config = PlanConfig(gamma=1.0, eta_ms=0.0, swap_ms=1.0, top=1, least_gain=0.0)
+    (question,) = ask(Rebalancer(CONFIG), state, 1.0, always=True)
+    assert question.answer(config).before_ms == pytest.approx(4 * 760.0)
+    for number in range(4):
+        state.put_request("w0", RequestBrief(f"r0-{number}", 0, "", 0, 100, 0, 5900, "running", 0.0), 0.0)
+    (question,) = ask(Rebalancer(CONFIG), state, 1.0, always=True)
+    assert question.answer(config).before_ms == pytest.approx(4 * 5900 * 7.6 + 1.0 * (4 * 6000 - 16_000))

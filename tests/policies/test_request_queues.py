@@ -158,6 +158,98 @@ def test_what_empty_queues_spare_goes_to_those_with_requests() -> None:
     assert queues.candidates(world.core.state, 0.0) == large, "the 30 tokens of the empty queue pay for a third"
 
 
+def two_lanes(small: float, large: float) -> tuple[SizeQueues[Sequence], World]:
+    """A queue for requests of sizes below 10, one for larger ones, and their quotas in tokens."""
+    queues: SizeQueues[Sequence] = SizeQueues(small + large, TOKEN_BYTES, cuts=[10.0])
+    queues.lanes = [type(queues.lanes[0])(small), type(queues.lanes[0])(large)]
+    return queues, World(queues, seats=64)
+
+
+def test_running_requests_count_against_the_quota_of_their_queue() -> None:
+    """A small request costs 4 + 6 tokens and a large one 14 + 14; both queues have requests, so none has tokens to spare."""
+    queues, world = two_lanes(30.0, 60.0)
+    running = [world.add(4, 6) for _ in range(2)]
+    world.step()
+    assert world.began == running
+    small, large = [world.add(4, 6) for _ in range(3)], [world.add(14, 14) for _ in range(3)]
+    assert queues.candidates(world.core.state, world.now_s) == [small[0], *large[:2]], "20 of the 30 tokens are in use"
+    world.core.end(running[0])
+    assert queues.candidates(world.core.state, world.now_s) == [*small[:2], *large[:2]], "10 tokens were given back"
+
+
+def test_borrowed_tokens_are_lent_once_and_go_back_to_the_common_pool() -> None:
+    """The small queue is empty and lends its 30 tokens to one large request of 28; its own quota pays for another one."""
+    queues, world = two_lanes(30.0, 28.0)
+    own, borrowing, third = (world.add(14, 14) for _ in range(3))
+    world.step()
+    assert world.began == [own, borrowing]
+    assert queues.candidates(world.core.state, world.now_s) == [], "2 tokens of the pool are left"
+    world.core.end(borrowing)
+    assert queues.candidates(world.core.state, world.now_s) == [third]
+
+
+def test_a_queue_without_running_requests_admits_one_that_is_larger_than_its_quota() -> None:
+    queues, world = two_lanes(30.0, 20.0)
+    small = world.add(4, 24)
+    large = [world.add(14, 14) for _ in range(2)]
+    assert queues.candidates(world.core.state, world.now_s) == [small, large[0]]
+    world.step()
+    assert world.began == [small, large[0]] and queues.candidates(world.core.state, world.now_s) == []
+
+
+def fed(queues: SizeQueues[Sequence], world: World, *sizes: tuple[int, int, int]) -> list[Sequence]:
+    """Requests (prompt, output, adapter bytes) by turns, as many as the first queues take."""
+    return [
+        world.add(prompt, output, adapter=str(size) if size else "", size=size)
+        for prompt, output, size in (sizes * FIRST)[:FIRST]
+    ]
+
+
+def test_the_weighted_size_is_four_tenths_prompt_and_six_tenths_output_times_the_adapters_share() -> None:
+    """Chameleon section 4.3.1; the largest prompt, output and adapter are 100, 50 and 64."""
+    queues: SizeQueues[Sequence] = SizeQueues(1e6, TOKEN_BYTES)
+    world = World(queues, room=10_000)
+    sizes = (100, 50, 64), (50, 25, 32), (100, 50, 0), (100, 5, 64), (10, 50, 64)
+    seqs = fed(queues, world, *sizes)[:5]
+    queues.candidates(world.core.state, 1.0)
+    weighted = [queues._size(queues._facts[seq.order]) for seq in seqs]
+    assert weighted == pytest.approx([1.0, 0.5 * 32 / 64, 32 / 64, 0.4 + 0.6 * 0.1, 0.4 * 0.1 + 0.6])
+
+
+def test_queues_are_made_of_the_first_requests_and_anew_every_refresh_time() -> None:
+    """Two sizes make two queues, three later sizes three; quotas follow, and requests that wait or run change their queue."""
+    queues: SizeQueues[Sequence] = SizeQueues(1e6, TOKEN_BYTES, refresh_s=20.0)
+    world = World(queues, seats=FIRST, room=10_000)
+    for _ in range(FIRST - 1):
+        world.add(4, 4)
+    queues.candidates(world.core.state, 0.0)
+    assert queues.cuts == [], "one request is missing"
+    waiting = world.add(60, 60)
+    world.now_s = 1.0
+    queues.candidates(world.core.state, 1.0)
+    (cut,) = queues.cuts
+    assert cut == pytest.approx((0.4 * 4 / 60 + 0.6 * 4 / 60 + 1.0) / 2) and len(queues.lanes) == 2
+    assert queues._facts[waiting.order].lane == 1
+    world.now_s = 20.5
+    fed(queues, world, (4, 4, 0), (60, 60, 0), (120, 120, 0))
+    queues.candidates(world.core.state, 20.9)
+    assert queues.cuts == [cut], "20 s have not passed"
+    world.now_s = 21.1
+    queues.candidates(world.core.state, 21.1)
+    assert queues.cuts == pytest.approx([(4 / 120 + 0.5) / 2, 0.75], rel=0.02)
+    assert queues._facts[waiting.order].lane == 1 and sum(lane.quota for lane in queues.lanes) == pytest.approx(1e6)
+
+
+def test_the_quotas_of_a_refresh_are_the_bounds_of_what_came_to_each_queue() -> None:
+    """S * D * (1 / SLO + lambda): 96 requests of 4 + 4 tokens and 32 of 60 + 60 came within 8 s; the SLO is 5 s and D 1 s."""
+    queues: SizeQueues[Sequence] = SizeQueues(1000.0, TOKEN_BYTES)
+    world = World(queues)
+    fed(queues, world, (4, 4, 0), (4, 4, 0), (60, 60, 0), (4, 4, 0))
+    queues.candidates(world.core.state, 8.0)
+    least = [8 * (1 / 5 + 96 / 8), 120 * (1 / 5 + 32 / 8)]
+    assert [lane.quota for lane in queues.lanes] == pytest.approx([1000 * one / sum(least) for one in least])
+
+
 def test_higher_priorities_go_first_whatever_their_size() -> None:
     for name in ("sjf", "chameleon", "motet"):
         world = World(make_queues(name, total_tokens=1000.0, token_bytes=TOKEN_BYTES), seats=1)

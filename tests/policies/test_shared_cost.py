@@ -35,6 +35,23 @@ def test_the_cost_on_an_idle_worker_is_the_requests_own_time_per_token():
     assert not breaks[row]
 
 
+@pytest.mark.parametrize(("kernel", "before_ms", "after_ms"), [("mbgmv", 11.40, 12.24), ("bgmv", 11.40, 15.04)])
+def test_the_cost_on_a_busy_worker_counts_twice_by_how_much_the_steps_of_the_others_grow(kernel, before_ms, after_ms):
+    """Five requests of rank 8 run since long ago, and one of rank 64 comes.
+
+    A decode step takes 10 ms, 0.2 per request and 0.01 per rank. Over the sum of the ranks it grows from 11.40 to 12.24 ms, and
+    to 15.04 ms if all six are padded to the largest rank.
+    """
+    state = cluster("a")
+    slower(state, "a", kernel=kernel)
+    load(state, "a", 5)
+    prefill = 4.0 + 0.1 * 50 + 0.02 * 64
+    others = 5 * (prefill / 100 + 2.0 * (after_ms - before_ms))
+    own = after_ms + 5 * 4.0 / 100 + prefill / 100
+    cost, breaks = shared_cost.costs(state, ask(adapter="", rank=64), NOW_S, 100.0)
+    assert cost[state.row("a")] == pytest.approx(others + own) and not breaks[state.row("a")]
+
+
 def test_an_idle_slow_worker_loses_to_a_busy_fast_one():
     state = cluster("slow", "fast")
     slower(state, "slow", decode_base_ms=40.0)

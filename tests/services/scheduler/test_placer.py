@@ -7,6 +7,7 @@ from collections.abc import Callable
 from motet.shared import subjects
 from motet.shared.bus import decode
 from motet.shared.kv import Bucket
+from motet.shared.model import AdapterRef
 from motet.shared.placement import Placement, PlacementWatch
 from tests.services.scheduler.test_service import hire, knows, schedule, submit
 from tests.support import eventually
@@ -38,9 +39,26 @@ async def test_an_adapter_that_is_asked_for_is_placed_on_workers(bus, schedule, 
     first = await bucket.get(holder)
     assert decode(first.value, Placement).owner.startswith(service.id)
     await submit(bus, generate_request("r9", rank=8))
-    before = service._planner._placer._rates.rate(digest, 0.0)
     await service._planner._placer.place()
-    assert before >= 0 and (await bucket.get(holder)).revision == first.revision, "what has not changed is not written again"
+    assert (await bucket.get(holder)).revision == first.revision, "what has not changed is not written again"
+
+
+async def test_a_placement_keeps_to_the_adapters_and_the_bytes_that_a_worker_has_room_for(bus, schedule, hire):
+    """The adapters have 64 KiB each. One worker may hold two of three, and the other has memory for one."""
+    roomy, small = (
+        worker_limits(pin_slots=2, adapter_bytes_total=1 << 20),
+        worker_limits(pin_slots=8, adapter_bytes_total=100 << 10),
+    )
+    await hire("roomy", limits=roomy)
+    await hire("small", limits=small)
+    service = await schedule(rebalance="on", place_s=0.5)
+    await knows(service, "roomy", "small")
+    now = await placed(bus, "roomy", "small")
+    for number in range(6):
+        adapter = AdapterRef(name=f"a{number % 3}", digest=f"d{number % 3}", rank=8, size_bytes=64 << 10)
+        await submit(bus, generate_request(f"r{number}", adapter=adapter))
+    await eventually(lambda: {one for digests in now().values() for one in digests} == {"d0", "d1", "d2"})
+    assert len(now()["roomy"]) == 2 and len(now()["small"]) == 1
 
 
 async def test_a_worker_that_is_gone_loses_its_placement(bus, schedule, hire):
