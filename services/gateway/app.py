@@ -15,7 +15,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from motet.services.gateway import adapters_api, answers, conversation, embeddings, idempotency, keys_api, openapi, protocol
+from motet.services.gateway import (
+    adapters_api,
+    answers,
+    conversation,
+    embeddings,
+    front,
+    idempotency,
+    keys_api,
+    openapi,
+    protocol,
+)
 from motet.services.gateway.absent import Absent
 from motet.services.gateway.adapters_api import created_unix_ms, public_source, shown_source
 from motet.services.gateway.auth import Keys, caller_of
@@ -218,6 +228,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     async def version() -> Response:
         return json_answer({"version": VERSION})
 
+    front.add_routes(app.router, gateway, VERSION)
     openapi.add_routes(app.router, config, VERSION, keyless=not gateway.keys.required)
     adapters_api.add_routes(api, gateway)
     keys_api.add_routes(api, gateway)

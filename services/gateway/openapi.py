@@ -77,6 +77,15 @@ _ERRORS = {
     503: "No worker serves the model, or the mesh cannot be reached.",
     504: "The request took longer than `--request-timeout-s`.",
 }
+_TAGS = {
+    "generate": ("Chats, completions and embeddings.", ("/v1/chat", "/v1/completions", "/v1/embeddings")),
+    "models": ("What `model` may be.", ("/v1/models",)),
+    "adapters": ("Add, look at, keep loaded and remove adapters.", ("/v1/adapters", "/v1/load_", "/v1/unload_")),
+    "tokens": ("Texts to tokens and back.", ("/tokenize", "/detokenize")),
+    "keys": ("API keys, and who changed what.", ("/v1/keys", "/v1/audit")),
+    "service": ("This gateway and its workers.", ("/",)),
+}
+"""Groups of paths on the page: meaning and beginnings of the paths."""
 _ALWAYS = (403, 408, 431, 500, 503)
 _PARAMETERS: dict[str, dict[str, Any]] = {
     "Idempotency-Key": {
@@ -160,9 +169,13 @@ def document(config: GatewayConfig, version: str, *, keyless: bool = True) -> di
             " listed are refused by name.",
         },
         "paths": {
-            path: {method: _with_errors(dict(operation), errors, keyless=keyless) for method, operation in methods.items()}
+            path: {
+                method: {"tags": [_tag(path)]} | _with_errors(dict(operation), errors, keyless=keyless)
+                for method, operation in methods.items()
+            }
             for path, methods in _paths().items()
         },
+        "tags": [{"name": name, "description": meaning} for name, (meaning, _) in _TAGS.items()],
         "components": {
             "schemas": _schemas(),
             "responses": {f"Error{status}": answer for status, answer in errors.items()},
@@ -193,6 +206,10 @@ def _schemas() -> dict[str, Any]:
                 if "description" in one and "description" not in field:
                     field["description"] = one.pop("description")
     return components
+
+
+def _tag(path: str) -> str:
+    return next(name for name, (_, beginnings) in _TAGS.items() if path.startswith(beginnings))
 
 
 def _given(name: str) -> dict[str, Any]:
@@ -258,6 +275,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
     limit = {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": PAGE, "default": 100}}
     plan = {"name": "plan", "in": "query", "schema": {"type": "boolean", "default": False}}
     text = {"description": "Done."} | _content({"type": "string"}, _TEXT)
+    html = {"description": "A page."} | _content({"type": "string"}, "text/html")
 
     def generated(schema: str) -> dict[str, Any]:
         both = {_JSON: {"schema": _ref(schema)}, _EVENTS: {"schema": {"description": "With `stream`."}}}
@@ -356,6 +374,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
                 parameters=(plan,),
             )
         },
+        "/": {"get": _operation("What this address is, as a page for people.", html, open_to_all=True)},
         "/health": {"get": _operation("Whether the process lives.", _ok("Health"), open_to_all=True)},
         "/ready": {
             "get": _operation("Whether it can serve now.", _ok("Ready"), open_to_all=True)

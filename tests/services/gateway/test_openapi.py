@@ -51,9 +51,12 @@ async def test_every_field_has_a_meaning_and_every_route_its_errors(described: d
         for method, operation in methods.items():
             where = f"{method} {path}"
             assert operation["summary"], where
+            assert operation["tags"][0] in {tag["name"] for tag in described["tags"]}, where
             assert {"403", "431", "503", "default"} <= operation["responses"].keys(), where
             if "requestBody" in operation:
                 assert {"400", "413", "415"} <= operation["responses"].keys(), where
+    groups = {path: operation["tags"] for path, methods in described["paths"].items() for operation in methods.values()}
+    assert (groups["/v1/chat/completions"], groups["/v1/keys"], groups["/metrics"]) == (["generate"], ["keys"], ["service"])
     assert re.findall(r'"\$ref": "([^"]+)"', str(described).replace("'", '"'))
 
 
