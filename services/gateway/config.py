@@ -95,8 +95,16 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
 
 
 class AnswersConfig(Config, frozen=True, kw_only=True):
-    """Parsing of the model's text: tool calls and reasoning."""
+    """The text of a chat to the model and back: template, tool calls, reasoning."""
 
+    chat_template: Annotated[
+        str,
+        Meta(
+            description="chat template used instead of the model's own: the name of one that the model brings, chatml or"
+            " llama3 (shipped), a file, or the Jinja text itself; empty: the model's `default`, and `tool_use` for requests"
+            " with tools"
+        ),
+    ] = ""
     tool_call_parser: Annotated[
         ToolParser,
         Meta(

@@ -44,7 +44,10 @@ class Detokenizer:
         self._names: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
         for name, token in vocabulary.items():
             self._names[token] = name
-        self._special = {t for t, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        added = tokenizer.get_added_tokens_decoder()
+        for token in added:  # whose name `decode` takes first, in the normalizer's form
+            self._names[token] = tokenizer.id_to_token(token)
+        self._special = {token for token in added if _is_skipped(tokenizer, token)}
         self._tables: dict[bool, list[bytes | None] | list[str | int | None]] = {}
         self._texts: dict[bool, list[str | None]] = {}
         self._kind, self._strip = self._recognise()
@@ -248,6 +251,14 @@ class StopFilter:
         """The text that was held back because it could have become a stop string."""
         held, self._held = self._held, ""
         return held
+
+
+def _is_skipped(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether `decode` leaves out an added token. Its `special` flag does not tell: of a token that was declared twice, the
+    library keeps the last flag but skips it if either declaration was special."""
+    return not tokenizer.decode([token], skip_special_tokens=True) and bool(
+        tokenizer.decode([token], skip_special_tokens=False)
+    )
 
 
 def _whole(raw: bytes) -> str | None:

@@ -24,6 +24,7 @@ from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, Completi
 from motet.services.gateway.stream import Job
 from motet.services.gateway.unknown_model import unknown_model
 from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import BadRequest, PromptTooLong, TooLarge
 from motet.shared.messages import Image
@@ -302,7 +303,7 @@ class RequestPlanner:
         images = request.take_images()
         if not images:
             return images
-        if not self._prompts.takes_images:
+        if not self._template(request).takes_images:
             at = images[0].param
             raise BadRequest(f"{at}: this model's chat template has no place for images", param=at)
         for param in ("truncate_prompt_tokens", "prompt_logprobs"):
@@ -314,9 +315,13 @@ class RequestPlanner:
             raise TooLarge(f"{at}: the images have {size} bytes together; a request may have {most}", param=at)
         return images
 
+    def _template(self, request: ChatRequest) -> ChatTemplate:
+        """The chat template of a request. Raises BadRequest when there is none."""
+        return self._prompts.templates.chosen(tools=bool(request.usable_tools()))
+
     def _variables(self, request: ChatRequest) -> dict[str, Any] | None:
         """The chat template's variables. A field that the template does not use is refused by name."""
-        effort, documents, reads = request.reasoning_effort, request.documents, self._prompts.template_reads
+        effort, documents, reads = request.reasoning_effort, request.documents, self._template(request).reads
         given: dict[str, Any] = {}
         if tools := request.usable_tools():
             if "tools" not in reads:

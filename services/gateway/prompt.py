@@ -12,26 +12,22 @@ The queue for threads is bounded in number and characters; beyond that clients g
 from __future__ import annotations
 
 import asyncio
-import datetime
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-import jinja2
-import jinja2.ext
 import msgspec
-from jinja2 import meta, nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from motet.services.gateway import conversation
 from motet.shared.base_shapes import text_config
+from motet.shared.chat_templates import SHIPPED, ChatTemplates
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, Overloaded, PromptTooLong
+from motet.shared.tokenizer import UnusableFile, load_tokenizer, read_texts
 
 T = TypeVar("T")
 INLINE_CHARS = 4096  # about 1.5 ms of tokenization
@@ -42,8 +38,6 @@ WAITING_CHARS_MAX = 32 << 20
 COUNTED_CHARS_MAX = 1 << 20  # of one /tokenize: some seconds
 COUNTED_WAITING_MAX = 16
 NFC_CHARS_MAX = 4  # characters that NFC composes to one, at most
-PROBE = "motet-probe"
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
@@ -58,9 +52,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 class Prompts:
-    """One model's tokenizer and chat template. `context_length` is what config.json says the model can attend to."""
+    """One model's tokenizer and chat templates. `context_length` is what config.json says the model can attend to."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, chat_template: str = "") -> None:
+        """`chat_template`: the option `--chat-template`. Raises ConfigError for a file that cannot be used."""
         config = _read_json(model_dir / "config.json")
         if not config:
             raise ConfigError(f"--model: {model_dir} has no config.json, so it is not a model in Hugging Face format")
@@ -68,23 +63,19 @@ class Prompts:
         self.context_length = int(text.get("max_position_embeddings") or 0)
         if self.context_length < 1:
             raise ConfigError(f"--model: {model_dir}/config.json has no max_position_embeddings")
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
+        if not (model_dir / "tokenizer.json").is_file():
             raise ConfigError(f"--model: {model_dir} has no tokenizer.json (convert the tokenizer to the fast format first)")
-        self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        try:
+            texts = read_texts(model_dir)
+            loaded = load_tokenizer(model_dir, texts)
+            templates = ChatTemplates.of(texts, loaded.special)
+        except UnusableFile as error:
+            raise ConfigError(f"--model: {model_dir}: {error}") from None
+        self.tokenizer: Tokenizer = loaded.backend
         self.vocab_size = max(int(text.get("vocab_size") or 0), self.tokenizer.get_vocab_size(with_added_tokens=True))
-        settings = _read_json(model_dir / "tokenizer_config.json")
-        self._specials = _special_tokens(settings, _read_json(model_dir / "special_tokens_map.json"))
-        bos = self._specials.get("bos_token")
-        self._bos_id = self.tokenizer.token_to_id(bos) if bos else None
-        source = _template_source(model_dir, settings)
-        self._template = _compile(source) if source else None
-        self.template_reads = _variables(source) if source else frozenset()
-        """The variables that the chat template looks at."""
-        self.takes_images = self._template is not None and self._reads_parts()
-        """Whether the chat template has a place for images. Then it reads contents as lists of parts."""
+        self._bos_id = loaded.id_of("bos_token")
+        self.templates = _given_template(templates, chat_template) if chat_template else templates
+        """The chat templates of the base model, or the one of `--chat-template`."""
         self.defaults = _generation_defaults(model_dir)
         self._token_chars_max = _token_chars_max(self.tokenizer)
         self._requests = _Lane("tokenize", THREADS, WAITING_MAX, WAITING_CHARS_MAX)
@@ -103,23 +94,24 @@ class Prompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         variables: dict[str, Any] | None = None,
+        templates: ChatTemplates | None = None,
         longest: int | None = None,
         counting: bool = False,
     ) -> list[int]:
         """Tokens of a conversation, with the model's placeholder where an image is.
 
-        Raises BadRequest naming a message or part, or `messages` when the template refuses them.
+        Raises BadRequest naming a message or part, or `messages` when the template refuses them or there is none.
 
+        `variables`: what the template reads besides the messages, such as `tools`. `templates`: used instead of the model's.
         `longest`: largest useful number of tokens; a text that must have more raises PromptTooLong before it is tokenized.
         `counting`: for /tokenize, which has its own thread and limit.
         """
-        if self._template is None:
-            raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
-        messages = conversation.parts(messages) if self.takes_images else conversation.texts(messages)
+        template = (templates or self.templates).chosen(tools=bool(variables and variables.get("tools")))
+        messages = conversation.parts(messages) if template.takes_images else conversation.texts(messages)
         size = sum(MESSAGE_CHARS + _chars(message) for message in messages) + (_chars(variables) if variables else 0)
 
         def work() -> list[int]:
-            text = self.render(
+            text = template.render(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -182,44 +174,6 @@ class Prompts:
             ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         doubled = add_special_tokens and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
         return ids[1:] if doubled else ids
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: dict[str, Any] | None = None,
-    ) -> str:
-        """The chat template's text."""
-        assert self._template is not None
-        try:
-            text = self._template.render(
-                **{**self._specials, "tools": None, "documents": None, **(variables or {})},
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise BadRequest(f"the chat template refuses these messages: {error}", param="messages") from None
-        if continue_final_message:
-            final = conversation.text_of(messages[-1]).strip()
-            if not final or final not in text:
-                raise BadRequest("the final message has no text to continue", param="continue_final_message")
-            text = text[: text.rindex(final) + len(final)]
-        return text
-
-    def _reads_parts(self) -> bool:
-        text = {"type": "text", "text": PROBE}
-
-        def rendered(parts: list[dict[str, Any]]) -> str:
-            try:
-                return self.render([{"role": "user", "content": parts}])
-            except BadRequest:
-                return ""
-
-        without, with_image = rendered([text]), rendered([{"type": "image"}, text])
-        listed = any(quoted in without + with_image for quoted in ("'type'", '"type"'))  # as one value, not part by part
-        return PROBE in without and PROBE in with_image and with_image != without and not listed
 
     async def _run(self, work: Callable[[], T], size: int, *, counting: bool, param: str) -> T:
         if counting and size > COUNTED_CHARS_MAX:
@@ -296,27 +250,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in _SPECIAL_NAMES:
-        value = settings.get(name) or special_map.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
-
-
-def _template_source(model_dir: Path, settings: dict[str, Any]) -> str:
-    """chat_template.jinja, else a processor's chat_template.json, else tokenizer_config.json's template (of several the one
-    named "default"); "" for none."""
-    own_file = model_dir / "chat_template.jinja"
-    if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
-    template = _read_json(model_dir / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
-    if isinstance(template, list):
-        return next((t["template"] for t in template if t.get("name") == "default"), "")
-    return str(template)
+def _given_template(templates: ChatTemplates, given: str) -> ChatTemplates:
+    """The template that `--chat-template` gives: one of the model's by name, a shipped one, a file, or the template itself."""
+    if given in templates.named:
+        return ChatTemplates({"default": templates.named[given]}, templates.special)
+    try:
+        if given in SHIPPED:
+            return templates.only(SHIPPED[given], given)
+        if any(sign in given for sign in "{}\n"):
+            return templates.only(given, "the given text")
+        return templates.only(Path(given).expanduser().read_text(encoding="utf-8"), given)
+    except UnusableFile as error:
+        raise ConfigError(f"--chat-template: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(sorted({*templates.named, *SHIPPED}))
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--chat-template: {given}: neither one of {names} nor a file that can be read: {reason}") from None
 
 
 def _generation_defaults(model_dir: Path) -> GenerationDefaults:
@@ -325,53 +274,3 @@ def _generation_defaults(model_dir: Path) -> GenerationDefaults:
         return msgspec.convert(raw, GenerationDefaults)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--model: {model_dir}/generation_config.json: {error}") from None
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's tokens for training; when serving its body is just text."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _compile(source: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"--model: the chat template does not compile: {error}") from None
-
-
-def _variables(source: str) -> frozenset[str]:
-    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own `tojson` escapes HTML characters; templates for models expect plain JSON."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

@@ -73,7 +73,7 @@ class GatewayService:
         listener = _listen(http.host, http.port) if http.listen_fd < 0 else socket.socket(fileno=http.listen_fd)
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
-        self.prompts, detokenizer = await asyncio.to_thread(_load, config.base.model)
+        self.prompts, detokenizer = await asyncio.to_thread(_load, config)
         self._stack.callback(self.prompts.close)
         self.bus = await Bus.connect(config.bus, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
@@ -250,8 +250,10 @@ def _listen(host: str, port: int) -> socket.socket:
         raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
-def _load(model: str) -> tuple[Prompts, Detokenizer]:
-    prompts = Prompts(Path(resolve_model(model)))
+def _load(config: GatewayConfig) -> tuple[Prompts, Detokenizer]:
+    prompts = Prompts(Path(resolve_model(config.base.model)), config.answers.chat_template)
+    if prompts.templates.missing:
+        log.warning("chats cannot be served", extra={"reason": prompts.templates.missing})
     return prompts, Detokenizer(prompts.tokenizer)
 
 

@@ -76,7 +76,7 @@ def write_model_dir(
     path: Path,
     tokenizer: Tokenizer | None = None,
     *,
-    chat_template: str = CHAT_TEMPLATE,
+    chat_template: object = CHAT_TEMPLATE,
     **generation: object,
 ) -> Path:
     """What the gateway reads of a model: everything but weights. Its context is 256 tokens."""

@@ -167,12 +167,11 @@ async def test_tokenize_does_not_count_images(eyes: Mesh) -> None:
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] | tojson }}\n{% endfor %}", False),
         ("{% for m in messages %}{{ m['content'].strip() }}{% endfor %}", False),
         ("{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}", False),
-        ("", False),
     ],
-    ids=["parts", "printed", "trimmed", "as JSON", "text method", "texts alone", "none"],
+    ids=["parts", "printed", "trimmed", "as JSON", "text method", "texts alone"],
 )
 def test_the_chat_template_tells_whether_there_is_a_place_for_images(tmp_path: Path, template: str, takes: bool) -> None:
-    assert Prompts(write_model_dir(tmp_path, chat_template=template)).takes_images is takes
+    assert Prompts(write_model_dir(tmp_path, chat_template=template)).templates.chosen().takes_images is takes
 
 
 def test_texts_of_a_template_with_images_become_parts() -> None:

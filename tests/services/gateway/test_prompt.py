@@ -6,6 +6,7 @@ import asyncio
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import normalizers
@@ -64,6 +65,16 @@ async def test_the_demo_models_chat_prompts_are_those_of_transformers(messages: 
     assert await Prompts(MODEL).chat(messages) == expected
 
 
+async def test_special_tokens_that_only_the_configuration_names_are_one_token_in_a_chat(tmp_path: Path) -> None:
+    model_dir = write_model_dir(tmp_path, chat_template="{{ image_token }}{{ messages[0].content }}{{ eos_token }}")
+    settings = json.loads((model_dir / "tokenizer_config.json").read_text())
+    settings |= {"image_token": "<image>", "additional_special_tokens": ["<tool>"], "eos_token": "the"}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokens = await Prompts(model_dir).chat([{"role": "user", "content": "<tool>"}])
+    assert len(tokens) == 3
+    assert tokens == reference(model_dir).apply_chat_template([{"role": "user", "content": "<tool>"}], return_dict=False)
+
+
 async def test_plain_prompts_get_the_tokenizers_special_tokens_once(tmp_path: Path) -> None:
     prompts = Prompts(write_model_dir(tmp_path, sentence_piece()))
     bos = 1
@@ -73,29 +84,16 @@ async def test_plain_prompts_get_the_tokenizers_special_tokens_once(tmp_path: Pa
     assert await prompts.texts(["hello world"], add_special_tokens=False) == [plain[1:]]
 
 
-async def test_a_template_file_wins_over_the_tokenizers_configuration(tmp_path: Path) -> None:
-    model_dir = write_model_dir(tmp_path)
-    (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    assert Prompts(model_dir).render(CONVERSATIONS[0]) == "hello world!"
-
-
-async def test_of_several_templates_the_default_one_is_taken(tmp_path: Path) -> None:
-    model_dir = write_model_dir(tmp_path)
-    settings = json.loads((model_dir / "tokenizer_config.json").read_text())
-    settings["chat_template"] = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
-    (model_dir / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert Prompts(model_dir).render(CONVERSATIONS[0]) == "y"
-
-
 async def test_what_the_template_refuses_is_a_bad_request_that_names_messages(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="unknown role tool") as refused:
         await Prompts(write_model_dir(tmp_path)).chat([{"role": "tool", "content": "x"}])
     assert refused.value.param == "messages"
 
 
-async def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="no chat template"):
+async def test_a_model_without_a_chat_template_says_so_and_with_what_it_could_chat(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"no chat template: .*chatml.*--chat-template") as refused:
         await Prompts(write_model_dir(tmp_path, chat_template="")).chat([{"role": "user", "content": "x"}])
+    assert refused.value.param == "messages"
 
 
 async def test_a_final_message_can_be_continued(tmp_path: Path) -> None:
@@ -215,7 +213,48 @@ async def test_waiting_texts_are_bounded_in_characters(tmp_path: Path) -> None:
     assert await prompts.texts(["x" * 40_000]), "one alone is always taken"
 
 
-def test_the_variables_that_a_template_reads_are_known(tmp_path: Path) -> None:
-    prompts = Prompts(write_model_dir(tmp_path, chat_template="{{ messages }}{% if enable_thinking %}x{% endif %}"))
-    assert "enable_thinking" in prompts.template_reads
-    assert "documents" not in prompts.template_reads
+# ---- --chat-template
+
+
+def chosen(tmp_path: Path, given: str, *, tools: bool = False, template: Any = "own") -> str:
+    model_dir = write_model_dir(tmp_path, chat_template=template)
+    return Prompts(model_dir, given).templates.chosen(tools=tools).render([{"role": "user", "content": "hi"}])
+
+
+def test_the_chat_template_can_be_a_file_a_text_or_a_name_of_the_model_or_of_motet(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("file{{ messages[0].content }}")
+    named = [{"name": "default", "template": "own"}, {"name": "rag", "template": "rag"}, {"name": "tool_use", "template": "x"}]
+    assert chosen(tmp_path / "m", str(tmp_path / "mine.jinja")) == "filehi"
+    assert chosen(tmp_path / "m", "{{ bos_token }}text") == "<s>text"
+    assert chosen(tmp_path / "m", "chatml", template="").startswith("<|im_start|>user\nhi<|im_end|>")
+    assert chosen(tmp_path / "m", "rag", template=named, tools=True) == "rag", "for every request, as in transformers"
+    assert chosen(tmp_path / "m", "", template=named, tools=True) == "x"
+
+
+def test_a_chat_template_that_is_nothing_of_these_is_refused_with_the_names_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--chat-template: chatlm: neither one of chatml, default, llama3 nor a file"):
+        chosen(tmp_path, "chatlm")
+    with pytest.raises(ConfigError, match=r"--chat-template: the given text does not compile: line 1"):
+        chosen(tmp_path, "{% if %}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("tokenizer.json", "{}", r"tokenizer\.json cannot be read"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json is not a JSON object"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is no JSON"),
+        ("tokenizer_config.json", '{"eos_token": 5}', r"tokenizer_config\.json: eos_token: expected a token's text .* not 5"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": []}', r"added_tokens_decoder: expected an object, not \[\]"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}', r"expected a token id, not 'x'"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": {"content": "a", "lstrip": 1}}}', r"lstrip must be true or"),
+        ("tokenizer_config.json", '{"extra_special_tokens": "a"}', r"extra_special_tokens: expected a list or an object"),
+        ("special_tokens_map.json", '{"eos_token": {"content": 1}}', r"special_tokens_map\.json: eos_token: expected"),
+        ("added_tokens.json", '{"a": null}', r"added_tokens\.json: a: expected a token id, not None"),
+        ("chat_template.json", '{"chat_template": 1}', r"chat_template\.json: chat_template: expected a text"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_by_its_name(tmp_path: Path, name: str, content: str, told: str) -> None:
+    (write_model_dir(tmp_path, chat_template="") / name).write_text(content)
+    with pytest.raises(ConfigError, match=rf"--model: {tmp_path}: .*{told}"):
+        Prompts(tmp_path)

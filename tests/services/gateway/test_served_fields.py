@@ -8,7 +8,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from motet.services.gateway.prompt import Prompts
 from motet.shared.messages import unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, put_adapter
@@ -116,14 +115,15 @@ async def test_fields_for_the_chat_template_are_refused_where_it_does_not_read_t
         assert "template" in body["error"]["message"]
     assert (await ask(http, mesh, "chat/completions", reasoning_effort="none", documents=[]))[0] == 200
     given: list[dict[str, Any]] = []
-    monkeypatch.setattr(mesh.gateway.prompts, "template_reads", frozenset({"documents", "reasoning_effort"}))
-    render = Prompts.render
+    template = mesh.gateway.prompts.templates.chosen()
+    monkeypatch.setattr(template, "reads", frozenset({"documents", "reasoning_effort"}))
+    render = template.render
 
-    def seen(self: Prompts, messages: Any, **more: Any) -> str:
+    def seen(messages: Any, **more: Any) -> str:
         given.append(more["variables"])
-        return render(self, messages, **more)
+        return render(messages, **more)
 
-    monkeypatch.setattr(Prompts, "render", seen)
+    monkeypatch.setattr(template, "render", seen)
     assert (await ask(http, mesh, "chat/completions", reasoning_effort="low", documents=[{"text": "b"}]))[0] == 200
     assert given == [{"documents": [{"text": "b"}], "reasoning_effort": "low", "enable_thinking": True}]
 
