@@ -52,6 +52,7 @@ class AdapterWatch:
         self._entries: dict[tuple[str, str], AdapterEntry] = {}  # by (name, tenant)
         self._versions: dict[str, AdapterVersion] = {}
         self._pinned: set[tuple[str, str]] = set()  # of the entries, those with a pin
+        self._following: set[tuple[str, str]] = set()  # of the entries, aliases that follow their target
         self.refused = RefusedAdapters()
         """The adapters of --adapters-dir that are not served, and why."""
         self._started = False
@@ -109,6 +110,10 @@ class AdapterWatch:
         found = [info for name, owner in self._pinned if (info := self.exactly(name, owner)) is not None]
         return sorted(found, key=_pinned_since)
 
+    def following(self) -> list[AdapterEntry]:
+        """The aliases that follow their target, of every tenant."""
+        return [self._entries[owned] for owned in sorted(self._following)]
+
     def names(self) -> int:
         """The number of names of all tenants."""
         return len(self._entries)
@@ -137,6 +142,7 @@ class AdapterWatch:
                 changed = self._entries.get(owned) != entry
                 self._entries[owned] = entry
                 (self._pinned.discard if entry.pin is None else self._pinned.add)(owned)
+                (self._following.add if entry.follows else self._following.discard)(owned)
             elif key.startswith(VERSION):
                 version = _version.decode(value)
                 changed = self._versions.get(version.digest) != version
@@ -156,6 +162,7 @@ class AdapterWatch:
         if (owned := _owned(key)) is not None:
             gone = self._entries.pop(owned, None)
             self._pinned.discard(owned)
+            self._following.discard(owned)
         elif key.startswith(VERSION):
             gone = self._versions.pop(key.removeprefix(VERSION), None)
         elif key == REFUSED:

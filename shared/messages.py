@@ -482,20 +482,38 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class AliasAdapter(msgspec.Struct, kw_only=True):
-    """Make `tenant`'s `name` an alias of the adapter that `target` refers to now: its own, else a shared one."""
+    """Make `tenant`'s `name` an alias of the adapter that `target` refers to: its own, else a shared one.
+
+    The alias keeps the version that `target` points at now, or `follows` it to later ones.
+    """
 
     name: str
     target: str
+    tenant: str = ""
+    actor: str = ""
+    follows: bool = False
+    v: int = VERSION
+
+
+class RollbackAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Let `tenant`'s `name` point at a version again that it pointed at before; 0: the one before the present version."""
+
+    name: str
+    version: int = 0
     tenant: str = ""
     actor: str = ""
     v: int = VERSION
 
 
 class DeleteAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Remove a name, and its version when no other name uses it. Refused while requests run on it unless forced."""
+    """Remove a name, and its version when no other name uses it. Refused while requests run on it unless forced.
+
+    `forget`: do not register it again from --adapters-dir at the next start.
+    """
 
     name: str
     force: bool = False
+    forget: bool = False
     tenant: str = ""
     actor: str = ""
     v: int = VERSION
@@ -533,9 +551,13 @@ class AdapterInfo(msgspec.Struct, kw_only=True):
 
 
 class RegistryOk(msgspec.Struct, tag="ok", kw_only=True):
-    """A registry request succeeded. `adapters` contains the affected names or, for `list`, the page."""
+    """A registry request succeeded. `adapters` contains the affected names or, for `list`, the page.
+
+    `returns`: a deleted adapter lies in --adapters-dir and is registered again at the next start.
+    """
 
     adapters: list[AdapterInfo]
+    returns: bool = False
     v: int = VERSION
 
 

@@ -140,14 +140,21 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     name: str
     digest: str
-    version: int  # 1, 2, ... counts reloads of this name
+    version: int  # 1, 2, ...: each content that is registered under this name gets the next number
     alias_of: str | None = None
+    follows: bool = False  # of an alias: whether it goes on to the target's next versions
     updated_unix_ms: int
     hold: str = ""  # the registry's own: this entry's claim on the version's blob
     tenant: str = ""  # the only tenant that may see and use it; "" is shared by all
     source: str = ""  # where this name's content came from; a version's is where its content was first seen, by whomever
     pin: Pin | None = None  # of the name: it goes on to the name's next version
     left_out: tuple[str, ...] = ()  # modules of its file that have no effect, as PEFT leaves them out too; for people
+    older: tuple[AdapterEntry, ...] = ()  # this name's kept earlier versions as they were, the one that was current last first
+
+    @property
+    def claims(self) -> dict[str, str]:
+        """This entry's claims on blobs: {hold: digest}."""
+        return {one.hold: one.digest for one in (self, *self.older)}
 
 
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):

@@ -71,7 +71,7 @@ def stream(gateway_id: str) -> str:
 
 
 def registry(verb: str) -> str:
-    """any -> registry: register, delete, alias, pin, list."""
+    """any -> registry: register, delete, rollback, alias, pin, list."""
     return f"{REGISTRY}.{verb}"
 
 

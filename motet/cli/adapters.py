@@ -1,4 +1,4 @@
-"""`motet adapters`: add, list, show, alias, pin and remove adapters of a running mesh."""
+"""`motet adapters`: add, list, show, alias, roll back, pin and remove adapters of a running mesh."""
 
 from __future__ import annotations
 
@@ -72,10 +72,15 @@ def list_(tenant: str | None, url: str, as_json: bool) -> None:
 @as_json_option
 @click.argument("name")
 def show(name: str, url: str, as_json: bool) -> None:
-    """Show one adapter: rank, modules, size, digest, version and where it is resident."""
+    """Show one adapter: rank, modules, size, digest, versions and where it is resident."""
     card = _ask(url, lambda client: client.call("GET", _path(name)))
     if as_json:
         return print_json(card)
+    older = card.get("older_versions") or []
+    card["older_versions"] = [f"{one['version']} ({one['digest'][:12]})" for one in older]
+    if card.get("alias_of"):
+        card["alias_of"] = f"{card['alias_of']} ({_follows(card)})"
+    card.pop("follows", None)
     for key, value in card.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         click.echo(f"{key:<14} {'' if shown is None else shown}")
@@ -123,29 +128,60 @@ def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
 @adapters.command()
 @connection
 @as_json_option
+@click.option("--pin-version", is_flag=True, help="Keep the version that TARGET has now.")
 @click.argument("name")
 @click.argument("target")
-def alias(name: str, target: str, url: str, as_json: bool) -> None:
+def alias(name: str, target: str, pin_version: bool, url: str, as_json: bool) -> None:
     """Make NAME an alias of the adapter TARGET.
 
+    When TARGET gets another version, NAME follows it, unless --pin-version was given.
+
     \b
-      motet adapters alias summaries-stable summaries
+      motet adapters alias summaries-latest summaries
+      motet adapters alias summaries-stable summaries --pin-version
     """
-    body = {"name": name, "alias_of": target}
+    body = {"name": name, "alias_of": target, "pin_version": pin_version}
     card = _ask(url, lambda client: client.call("POST", "/v1/adapters", json=body))
-    print_json(card) if as_json else click.echo(f"{name} is {target} ({card['digest'][:12]})")
+    print_json(card) if as_json else click.echo(f"{name} is {target} ({card['digest'][:12]}; {_follows(card)})")
+
+
+@adapters.command()
+@connection
+@as_json_option
+@_of_tenant("Tenant that the adapter belongs to; empty: shared by all.")
+@click.argument("name")
+@click.argument("version", type=click.IntRange(min=1), required=False)
+def rollback(name: str, version: int | None, tenant: str | None, url: str, as_json: bool) -> None:
+    """Make an earlier version of an adapter current again.
+
+    Without VERSION it is the one before the present version; `motet adapters show NAME` lists those that are kept. Running
+    requests finish on their version. Aliases that follow NAME go back with it.
+
+    \b
+      motet adapters rollback summaries
+      motet adapters rollback summaries 3
+    """
+    body = {"version": version or 0}
+    card = _ask(url, lambda client: client.call("PATCH", _path(name), params=_params(tenant), json=body))
+    print_json(card) if as_json else click.echo(f"{name} is version {card['version']} again ({card['digest'][:12]})")
 
 
 @adapters.command()
 @connection
 @click.option("--force", is_flag=True, help="Remove it even if requests run on it; they finish.")
+@click.option("--forget", is_flag=True, help="Do not register it again from --adapters-dir at the next start.")
 @_of_tenant("Tenant that the adapter belongs to; empty: shared by all.")
 @click.argument("name")
-def rm(name: str, force: bool, tenant: str | None, url: str) -> None:
+def rm(name: str, force: bool, forget: bool, tenant: str | None, url: str) -> None:
     """Remove an adapter's name, and its weights if no other name uses them."""
-    params = ({"force": "true"} if force else {}) | _params(tenant)
-    _ask(url, lambda client: client.call("DELETE", _path(name), params=params))
+    flags = {"force": force, "forget": forget}
+    params = {flag: "true" for flag, given in flags.items() if given} | _params(tenant)
+    answer = _ask(url, lambda client: client.call("DELETE", _path(name), params=params))
     click.echo(f"removed {name}")
+    if answer.get("returns_at_start"):
+        click.echo(
+            f"{name} lies in --adapters-dir and returns at the next start; prevent that: motet adapters rm {name} --forget"
+        )
 
 
 @adapters.command()
@@ -226,10 +262,16 @@ def _workers(card: dict[str, Any]) -> str:
     return "all workers" if pinned == ["*"] else ", ".join(pinned)
 
 
+def _follows(card: dict[str, Any]) -> str:
+    """What an alias does when its target gets another version, in words."""
+    return "follows its versions" if card.get("follows") else f"keeps version {card['digest'][:12]}"
+
+
 def _row(card: dict[str, Any]) -> tuple[str, ...]:
     resident = card.get("resident") or {}
     return (
-        str(card["name"]) + (f" -> {card['alias_of']}" if card.get("alias_of") else ""),
+        str(card["name"])
+        + (f" -> {card['alias_of']}{'' if card.get('follows') else ' (one version)'}" if card.get("alias_of") else ""),
         str(card.get("tenant") or "(all)"),
         str(card["rank"]),
         f"{card['size_bytes'] / 1e6:.2f} MB",

@@ -40,7 +40,17 @@ from motet.shared.errors import (
     bounded,
     from_info,
 )
-from motet.shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, PinAdapter, Refused, RegisterAdapter, RegistryReply
+from motet.shared.messages import (
+    AdapterInfo,
+    AliasAdapter,
+    DeleteAdapter,
+    PinAdapter,
+    Refused,
+    RegisterAdapter,
+    RegistryOk,
+    RegistryReply,
+    RollbackAdapter,
+)
 from motet.shared.model import ADAPTER_NAME_CHARS, ADAPTER_NAME_RULE, EVERY_WORKER, is_adapter_name
 from motet.shared.objects import Objects
 from motet.shared.tenancy import SHARED, check_tenant
@@ -64,7 +74,11 @@ class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[str, Meta(description="a directory or archive on the server, below one of its `--adapter-roots`")] | None
     ) = None
     hub_id: Annotated[str, Meta(description="a Hugging Face id, `owner/name` or `owner/name@revision`")] | None = None
-    alias_of: Annotated[str, Meta(description="another adapter's name: both names then mean the same version")] | None = None
+    alias_of: (
+        Annotated[str, Meta(description="another adapter's name: both then mean the same version, also after it is replaced")]
+        | None
+    ) = None
+    pin_version: Annotated[bool, Meta(description="with alias_of: keep the version that the other name means now")] = False
     replace: Annotated[bool, Meta(description="take over a name in use; running requests finish on the old version")] = False
     tenant: (
         Annotated[str, Meta(description="whose it becomes, empty for all; by default the key's tenant, for an admin key all")]
@@ -82,6 +96,15 @@ class PinRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+
+
+class ChangeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """PATCH /v1/adapters/{name}."""
+
+    version: Annotated[
+        int,
+        Meta(ge=0, le=1 << 31, description="the kept version to make current again; 0: the one before the present version"),
+    ]
 
 
 class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -105,6 +128,7 @@ class UnloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 _adapter = msgspec.json.Decoder(AdapterRequest)
 _pin = msgspec.json.Decoder(PinRequest)
+_change = msgspec.json.Decoder(ChangeRequest)
 _load = msgspec.json.Decoder(LoadRequest)
 _unload = msgspec.json.Decoder(UnloadRequest)
 
@@ -161,12 +185,21 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         caller.check("adapters", "unpinning an adapter")
         return json_answer(_resource(gateway, await registry.pin(name, (), caller, tenant)))
 
+    @api.patch("/v1/adapters/{name:path}")
+    async def change_adapter(name: str, request: Request, tenant: str | None = None) -> Response:
+        caller = caller_of(request)
+        caller.check("adapters", "changing an adapter's version")
+        asked: ChangeRequest = protocol.decode(await read_body(request, max_body), _change)
+        return json_answer(_resource(gateway, await registry.rollback(name, asked.version, caller, tenant)))
+
     @api.delete("/v1/adapters/{name:path}")
-    async def delete_adapter(name: str, request: Request, force: bool = False, tenant: str | None = None) -> Response:
+    async def delete_adapter(
+        name: str, request: Request, force: bool = False, forget: bool = False, tenant: str | None = None
+    ) -> Response:
         caller = caller_of(request)
         caller.check("adapters", "deleting an adapter")
-        await registry.delete(name, caller, tenant, force=force)
-        return json_answer({"name": name, "object": "adapter", "deleted": True})
+        returns = await registry.delete(name, caller, tenant, force=force, forget=forget)
+        return json_answer({"name": name, "object": "adapter", "deleted": True, "returns_at_start": returns})
 
     @api.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: Request) -> Response:
@@ -227,6 +260,8 @@ class _Registry:
         if len(given) != 1:
             raise BadRequest("expected exactly one of `path`, `hub_id` and `alias_of`", param="path")
         kind, location = given[0]
+        if asked.pin_version and kind != "alias":
+            raise BadRequest("pin_version: only an alias follows another name's versions", param="pin_version")
         if kind != "alias":
             source = _Source(kind, location, "path" if kind == "path" else "hub_id")
             return await self.register(asked.name, source, caller, replace=asked.replace, tenant=asked.tenant)
@@ -234,7 +269,9 @@ class _Registry:
         if not is_adapter_name(location):
             raise AdapterNotFound(f"there is no adapter {location!r}", param="alias_of")
         owner = _new_owner(caller, asked.tenant)
-        message = AliasAdapter(name=asked.name, target=location, tenant=owner, actor=caller.key_id)
+        message = AliasAdapter(
+            name=asked.name, target=location, tenant=owner, actor=caller.key_id, follows=not asked.pin_version
+        )
         return await self._put("alias", message, CHANGE_TIMEOUT_S)
 
     async def register(
@@ -256,15 +293,27 @@ class _Registry:
                 error.param = source.param
             raise
 
-    async def delete(self, name: str, caller: Caller, tenant: str | None, *, force: bool) -> None:
-        """Delete the adapter that `name` refers to for `caller`; an administrator may name the tenant."""
+    async def delete(self, name: str, caller: Caller, tenant: str | None, *, force: bool, forget: bool = False) -> bool:
+        """Delete the adapter that `name` refers to for `caller`; an administrator may name the tenant.
+
+        Returns whether it comes back at the next start, because it lies in --adapters-dir.
+        """
         if not is_adapter_name(name):
             raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
         adapters = self._gateway.adapters
         owner = self._owner(name, caller, tenant)
-        message = DeleteAdapter(name=name, force=force, tenant=owner, actor=caller.key_id)
-        await self._ask("delete", message, CHANGE_TIMEOUT_S)
+        message = DeleteAdapter(name=name, force=force, forget=forget, tenant=owner, actor=caller.key_id)
+        reply = await self._ask("delete", message, CHANGE_TIMEOUT_S)
         await self._gateway.settled(lambda: adapters.exactly(name, owner) is None, SETTLE_S)
+        return reply.returns
+
+    async def rollback(self, name: str, version: int, caller: Caller, tenant: str | None) -> AdapterInfo:
+        """Make a kept version of `name` current again; an administrator may name the tenant."""
+        if not is_adapter_name(name):
+            raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
+        owner = self._owner(name, caller, tenant, "changing")
+        message = RollbackAdapter(name=name, version=version, tenant=owner, actor=caller.key_id)
+        return await self._put("rollback", message, CHANGE_TIMEOUT_S)
 
     async def pin(self, name: str, workers: tuple[str, ...], caller: Caller, tenant: str | None) -> AdapterInfo:
         """Pin the adapter that `name` refers to for `caller` to these workers; without workers, unpin it.
@@ -276,7 +325,7 @@ class _Registry:
         adapters = self._gateway.adapters
         owner = self._owner(name, caller, tenant, "pinning")
         message = PinAdapter(name=name, workers=workers, tenant=owner, actor=caller.key_id)
-        (info,) = await self._ask("pin", message, CHANGE_TIMEOUT_S)
+        (info,) = (await self._ask("pin", message, CHANGE_TIMEOUT_S)).adapters
 
         def visible() -> bool:
             seen = adapters.exactly(name, owner)
@@ -296,10 +345,10 @@ class _Registry:
             caller.check("admin", f"{doing} an adapter that all tenants share")
         return SHARED if caller.may("admin") else caller.tenant
 
-    async def _put(self, verb: str, message: RegisterAdapter | AliasAdapter, timeout_s: float) -> AdapterInfo:
+    async def _put(self, verb: str, message: RegisterAdapter | AliasAdapter | RollbackAdapter, timeout_s: float) -> AdapterInfo:
         name = message.name
-        found = await self._ask(verb, message, timeout_s)
-        info = next((info for info in found if info.entry.name == name), None)
+        reply = await self._ask(verb, message, timeout_s)
+        info = next((info for info in reply.adapters if info.entry.name == name), None)
         if info is None:
             raise MotetError(f"the registry confirmed {name!r} without describing it")
         entry = info.entry
@@ -311,12 +360,13 @@ class _Registry:
         await self._gateway.settled(visible, SETTLE_S)
         return info
 
-    async def _ask(self, verb: str, message: msgspec.Struct, timeout_s: float) -> list[AdapterInfo]:
-        reply = await self._gateway.bus.request(subjects.registry(verb), message, RegistryReply, timeout_s=timeout_s)
+    async def _ask(self, verb: str, message: msgspec.Struct, timeout_s: float) -> RegistryOk:
+        reply: RegistryOk | Refused = await self._gateway.bus.request(
+            subjects.registry(verb), message, RegistryReply, timeout_s=timeout_s
+        )
         if isinstance(reply, Refused):
             raise from_info(reply.error)
-        adapters: list[AdapterInfo] = reply.adapters
-        return adapters
+        return reply
 
     def check_name(self, name: str, param: str) -> None:
         """Raises BadRequest for an invalid adapter name."""
@@ -437,6 +487,7 @@ def created_unix_ms(info: AdapterInfo) -> int:
 def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
     """An adapter as JSON.
 
+    `follows`: of an alias, whether it goes on to the target's next versions; `older_versions`: those that it can go back to;
     `resident`: {worker id: fastest tier that holds it}; `pinned_to`: the workers of its pin; `placed_on`: the workers on which
     a scheduler wants it loaded.
     """
@@ -447,6 +498,11 @@ def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
         "digest": entry.digest,
         "version": entry.version,
         "alias_of": entry.alias_of,
+        "follows": entry.follows if entry.alias_of is not None else None,
+        "older_versions": [
+            {"version": one.version, "digest": one.digest, "updated": one.updated_unix_ms // 1000}
+            for one in sorted(entry.older, key=lambda one: -one.version)
+        ],
         "base_model": version.base_model,
         "rank": version.rank,
         "modules": version.modules,

@@ -16,7 +16,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import FileResponse, Response
 
 from motet.services.gateway import embeddings, fields, protocol, schemas
-from motet.services.gateway.adapters_api import AdapterRequest, LoadRequest, PinRequest, UnloadRequest
+from motet.services.gateway.adapters_api import AdapterRequest, ChangeRequest, LoadRequest, PinRequest, UnloadRequest
 from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
 from motet.services.gateway.http import json_answer
 from motet.services.gateway.keys_api import KeyRequest, RotateRequest
@@ -32,6 +32,7 @@ _REQUESTS = (
     protocol.TokenizeRequest,
     protocol.DetokenizeRequest,
     AdapterRequest,
+    ChangeRequest,
     PinRequest,
     LoadRequest,
     UnloadRequest,
@@ -267,7 +268,9 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
     headers = (name for name in _PARAMETERS if name.startswith("x-slo") or name == "Idempotency-Key")
     slo = tuple({"name": name, "in": "header"} | _PARAMETERS[name] for name in headers)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    force = {"name": "force", "in": "query", "schema": {"type": "boolean", "default": False}}
+    force, forget = (
+        {"name": flag, "in": "query", "schema": {"type": "boolean", "default": False}} for flag in ("force", "forget")
+    )
     force["description"] = "Delete the adapter even if requests run on it; they finish."
     tenant = {"name": "tenant", "in": "query", "schema": {"type": "string"}}
     tenant["description"] = "View of this tenant, with an admin key only. `*` in a list: all tenants."
@@ -323,7 +326,16 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
         },
         "/v1/adapters/{name}": {
             "get": _operation("One adapter.", _ok("Adapter"), 404, parameters=(name, tenant)),
-            "delete": _operation("Remove an adapter.", _ok("Deleted"), 400, 404, 409, 504, parameters=(name, force, tenant)),
+            "patch": _operation(
+                "Make an earlier version current again.",
+                _ok("Adapter"),
+                *(404, 409, 504),
+                body=_body("ChangeRequest"),
+                parameters=(name, tenant),
+            ),
+            "delete": _operation(
+                "Remove an adapter.", _ok("Deleted"), 400, 404, 409, 504, parameters=(name, force, forget, tenant)
+            ),
         },
         "/v1/adapters/{name}/pin": {
             "post": _operation(

@@ -212,6 +212,14 @@ class Models(_Answer):
     data: list[Model]
 
 
+class OlderVersion(_Answer):
+    """A version that an adapter can go back to."""
+
+    version: int
+    digest: str
+    updated: int
+
+
 class Adapter(_Answer):
     """A name and the adapter version behind it."""
 
@@ -220,6 +228,8 @@ class Adapter(_Answer):
     digest: str
     version: Annotated[int, Meta(description="Number of this version of the name, from 1.")]
     alias_of: str | None
+    follows: Annotated[bool | None, Meta(description="Of an alias: whether it goes on to the other name's next versions.")]
+    older_versions: Annotated[list[OlderVersion], Meta(description="Kept earlier versions of the name, the newest first.")]
     base_model: str
     rank: int
     modules: list[str]
@@ -269,6 +279,7 @@ class Deleted(_Answer):
     name: str
     object: Literal["adapter"]
     deleted: Literal[True]
+    returns_at_start: Annotated[bool, Meta(description="Whether it lies in `--adapters-dir` and comes back at the next start.")]
 
 
 class Key(_Answer):

@@ -58,6 +58,15 @@ class LimitsConfig(Config, frozen=True, kw_only=True):
     max_lora_rank: MaxLoraRank = MAX_LORA_RANK
     max_adapters: Annotated[int, Meta(ge=1, description="maximum adapter names, aliases included")] = 20_000
     max_tenant_adapters: Annotated[int, Meta(ge=1, description="maximum adapter names of one tenant, aliases included")] = 2_000
+    older_versions: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100,
+            description="replaced versions to keep of each adapter name, for `motet adapters rollback`; they do not count "
+            "towards a tenant's limits",
+        ),
+    ] = 3
     max_tenant_pins: Annotated[int, Meta(ge=0, description="maximum pinned adapter names of one tenant")] = 4
     max_stored_mib: Annotated[int, Meta(ge=1, description="maximum size of all stored adapter versions in MiB")] = 1 << 20
     max_tenant_stored_mib: Annotated[int, Meta(ge=1, description="maximum size of one tenant's stored adapters in MiB")] = (

@@ -2,7 +2,8 @@
 
     register   claim a slot -> fetch (path | hub | upload) -> validate -> blob, version, name -> watchers see it
     delete     refused while requests run on it unless forced; the weights are removed when no other name points at them
-    alias      a second name for the version that another name points at now
+    rollback   a name points at one of its kept earlier versions again
+    alias      a second name for the version that another name points at, kept or followed
     pin        workers keep what a name points at loaded, in this version and the next ones
     list       every name, in pages
 
@@ -25,6 +26,7 @@ from motet.policies import pins
 from motet.services.registry.archives import read_archive
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.files import CONFIG, PeftFiles, quoted
+from motet.services.registry.followers import Followers
 from motet.services.registry.hub import HubSource
 from motet.services.registry.peft import Converted, convert
 from motet.services.registry.sources import is_there, open_directory, open_path, relative_source
@@ -59,9 +61,10 @@ from motet.shared.messages import (
     PinAdapter,
     RegisterAdapter,
     RegistryOk,
+    RollbackAdapter,
     WorkerState,
 )
-from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest
+from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest, is_adapter_name
 from motet.shared.provision import provision
 from motet.shared.refused_adapters import RefusedAdapters, refused
 from motet.shared.service import run
@@ -154,11 +157,12 @@ class RegistryService:
             )
         except Exception as error:
             raise Unavailable(f"JetStream cannot be provisioned: {str(error) or repr(error)}") from error
-        self._store = AdapterStore(bus, lambda digest: self._usage.idle(digest, now_s()))
+        self._store = AdapterStore(bus, lambda digest: self._usage.idle(digest, now_s()), config.limits.older_versions)
         await self._store.start()
         self._audit = Audit(bus)
         self._adapters = AdapterWatch(bus)
         await self._adapters.start()
+        self._followers = Followers(self._store, self._adapters)
         if foreign := sorted({v.base_model for v in self._adapters.versions()} - {config.base.name}):
             log.warning("adapters of other base models are stored here", extra={"base_models": ", ".join(foreign)})
         ADAPTERS.set_function(self._adapters.names)
@@ -169,6 +173,7 @@ class RegistryService:
             ("register", RegisterAdapter, self.register),
             ("delete", DeleteAdapter, self.delete),
             ("alias", AliasAdapter, self.alias),
+            ("rollback", RollbackAdapter, self.rollback),
             ("pin", PinAdapter, self.pin),
             ("list", ListAdapters, self.page),
         ):
@@ -226,7 +231,10 @@ class RegistryService:
             | _left_out(info),
         )
         if outcome != "unchanged":
+            await self._followers.after(ask.name)
             await self._note(f"adapter.{outcome}", ask, info)
+        if ask.tenant == SHARED and self._config.sources.adapters_dir:
+            await self._store.forget(ask.name, forget=False)
         if self._bus is not None and ask.tenant == SHARED and self._adapters.refused.reason(ask.name) is not None:
             self._bus.spawn(self._publish_refused(self._adapters.refused.without(ask.name)))
         return RegistryOk(adapters=[info])
@@ -303,10 +311,32 @@ class RegistryService:
         """Remove a name. Raises AdapterNotFound, or AdapterInUse unless forced."""
         if ask.tenant:
             check_tenant(ask.tenant)
+        lies_there = ask.tenant == SHARED and await in_thread(lambda: self._lies_in_directory(ask.name))
+        if lies_there and ask.forget:
+            await self._store.forget(ask.name)
+            if self._adapters.exactly(ask.name, ask.tenant) is None:  # it was removed before
+                return RegistryOk(adapters=[])
         gone = await self._store.remove(ask.name, requests=self._requests, force=ask.force, tenant=ask.tenant)
         log.info("adapter deleted", extra={"adapter": ask.name, "tenant": ask.tenant, "forced": ask.force})
         await self._note("adapter.deleted", ask, gone)
-        return RegistryOk(adapters=[gone] if gone is not None else [])
+        return RegistryOk(adapters=[gone] if gone is not None else [], returns=lies_there and not ask.forget)
+
+    def _lies_in_directory(self, name: str) -> bool:
+        """Whether --adapters-dir has an adapter of this name."""
+        directory = self._config.sources.adapters_dir
+        path = os.path.join(os.path.expanduser(directory), name, CONFIG)
+        return bool(directory) and is_adapter_name(name) and os.path.exists(path)
+
+    async def rollback(self, ask: RollbackAdapter) -> RegistryOk:
+        """Make an earlier version current. Raises AdapterNotFound (the name or the version) or BadRequest (an alias)."""
+        if ask.tenant:
+            check_tenant(ask.tenant)
+        info, changed = await self._store.rollback(ask.name, ask.version, ask.tenant)
+        if changed:
+            log.info("adapter rolled back", extra={"adapter": ask.name, "tenant": ask.tenant, "version": info.entry.version})
+            await self._followers.after(ask.name)
+            await self._note("adapter.rolled_back", ask, info)
+        return RegistryOk(adapters=[info])
 
     async def alias(self, ask: AliasAdapter) -> RegistryOk:
         """Add a second name. Raises BadRequest, AdapterNotFound (the target), AdapterExists (the name is an adapter's own)."""
@@ -314,7 +344,8 @@ class RegistryService:
         if ask.name == ask.target:
             raise BadRequest(f"{quoted(ask.name)} cannot be an alias of itself", param="target")
         self._check_room(ask)
-        info = await self._store.alias(ask.name, ask.target, ask.tenant)
+        info = await self._store.alias(ask.name, ask.target, ask.tenant, follows=ask.follows)
+        await self._followers.after(ask.name)
         await self._note("adapter.aliased", ask, info)
         return RegistryOk(adapters=[info])
 
@@ -406,7 +437,7 @@ class RegistryService:
     async def _note(
         self,
         action: str,
-        ask: RegisterAdapter | AliasAdapter | DeleteAdapter | PinAdapter,
+        ask: RegisterAdapter | AliasAdapter | DeleteAdapter | PinAdapter | RollbackAdapter,
         info: AdapterInfo | None,
         detail: str = "",
     ) -> None:
@@ -431,6 +462,7 @@ class RegistryService:
             await asyncio.sleep(SWEEP_S)
             try:
                 await self._store.sweep()
+                await self._followers.sweep()
                 if now_s() - orphans_looked_for_s > ORPHANS_EVERY_S:
                     await self._store.sweep_orphans()
                     orphans_looked_for_s = now_s()
@@ -445,6 +477,9 @@ class RegistryService:
             root = os.path.realpath(os.path.expanduser(directory))
             found = await in_thread(lambda: peft_directories(root))
             log.info("adapters found", extra={"adapters_dir": directory, "count": len(found)})
+            if forgotten := {name for name, _ in found} & await self._forgotten():
+                log.info("removed adapters are not registered again", extra={"adapters": ", ".join(sorted(forgotten)[:20])})
+                found = [(name, path) for name, path in found if name not in forgotten]
             for number, (name, path) in enumerate(found, start=1):
                 self._starting = f"registering adapter {number} of {len(found)} from {directory}"
                 if (reason := await self._register_own(name, path, root)) is not None:
@@ -452,6 +487,15 @@ class RegistryService:
             await self._publish_refused(refused(bad))
         finally:
             self._starting = ""
+
+    async def _forgotten(self) -> frozenset[str]:
+        """The names not to register from the directory; retries while NATS is away."""
+        while True:
+            try:
+                return await self._store.forgotten()
+            except Unavailable as error:
+                log.warning("forgotten adapters not read yet", extra={"reason": error.message})
+                await asyncio.sleep(RETRY_S)
 
     async def _publish_refused(self, refused: RefusedAdapters) -> None:
         """Replace the list of refused adapters; retries while NATS is away."""
@@ -495,6 +539,7 @@ class RegistryService:
         REGISTRATIONS.labels(outcome).inc()
         log.info(f"adapter {outcome}", extra={"adapter": name} | _left_out(info))
         if outcome != "unchanged":
+            await self._followers.after(name)
             await self._note(f"adapter.{outcome}", ask, info)
 
 

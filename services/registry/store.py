@@ -3,6 +3,7 @@
     motet_blobs      <digest>            the bytes; equal content is stored once
     motet_adapters   holds.<digest>      Holds: which entries claim this digest (the registry's own bookkeeping)
                      refused             RefusedAdapters: what --adapters-dir holds and cannot be served
+                     forgotten           Forgotten: what --adapters-dir holds and is not registered again
                      version.<digest>    AdapterVersion
                      name.<name>         AdapterEntry that all tenants share
                      private.<tenant>.<name>    AdapterEntry of one tenant; several tenants may use the same name
@@ -12,7 +13,8 @@ A name never points at a missing blob, whenever a registry crashes. Two orders o
     publish   hold -> blob -> version -> name             a crash leaves at most a hold, which the sweep removes later
     collect   holds marked `deleting` -> version -> blob -> holds     only without holders; the sweep completes it after a crash
 
-Every entry has its own hold (a new id), so removing one never removes another's claim on equal content. A registry that finds
+Every entry has its own hold (a new id) for each version that it keeps, so removing one never removes another's claim on equal
+content. A registry that finds
 `deleting` waits until the deletion is complete. Every write of a record carries the revision that was read.
 """
 
@@ -56,6 +58,7 @@ from motet.shared.tenancy import SHARED, qualified
 
 log = logger("motet.registry.store")
 HOLDS = "holds."
+FORGOTTEN, FORGOTTEN_MAX = "forgotten", 1000
 ATTEMPTS = 20
 CHUNK_BYTES = 1 << 20  # each is acknowledged before the next one is sent
 PUT_S = 300.0  # a blob that is not stored by then is given up
@@ -76,6 +79,12 @@ class Holds(msgspec.Struct, frozen=True):
     holders: dict[str, str]
     since_unix_ms: int
     deleting: bool = False
+
+
+class Forgotten(msgspec.Struct, frozen=True):
+    """Names in --adapters-dir that were removed for good."""
+
+    names: tuple[str, ...] = ()
 
 
 class _Seen:
@@ -121,11 +130,12 @@ def reachable() -> Iterator[None]:
 class AdapterStore:
     """The only writer of adapters. Any number of registries may each have one.
 
-    `idle(digest)` says whether no request needs a version, including requests that are moving between two workers.
+    `idle(digest)` says whether no request needs a version, including requests that are moving between two workers. A name keeps
+    `older_versions` of its earlier versions.
     """
 
-    def __init__(self, bus: Bus, idle: Callable[[str], bool]) -> None:
-        self._bus, self._idle = bus, idle
+    def __init__(self, bus: Bus, idle: Callable[[str], bool], older_versions: int = 0) -> None:
+        self._bus, self._idle, self._older_versions = bus, idle, older_versions
         self._holds: dict[str, _Seen] = {}
         self._orphans: dict[str, float] = {}  # interrupted uploads, and since when on our clock
         self._watch = KvWatch(
@@ -200,18 +210,19 @@ class AdapterStore:
                             await self._release(version.digest, hold)
                         raise
                     # From here on a failure leaves the hold: the name may have been written though the answer was lost.
-                    entry = _entry(present, name=name, digest=version.digest, hold=hold, tenant=tenant, **facts)
-                    if await self._point(entry, revision):
-                        if present is not None:
-                            await self._release(present.digest, present.hold)
+                    own = present if present is not None and present.alias_of is None else None
+                    older = _older(own)[: self._older_versions] if own is not None else ()
+                    entry = _entry(present, name=name, digest=version.digest, hold=hold, tenant=tenant, older=older, **facts)
+                    if await self._replace(present, entry, revision):
                         return AdapterInfo(entry=entry, version=version), "replaced" if present else "registered"
                     await self._release(version.digest, hold)
         raise Conflict(f"adapter {quoted(name)} keeps being changed by other clients", param="name")
 
-    async def alias(self, name: str, target: str, tenant: str = SHARED) -> AdapterInfo:
+    async def alias(self, name: str, target: str, tenant: str = SHARED, *, follows: bool = False) -> AdapterInfo:
         """Let `tenant`'s `name` point at the version that `target` refers to for this tenant now.
 
-        A name that is an adapter of its own is not overwritten.
+        `follows` is only stored: whoever changes the target calls this again for each alias that follows it. A name that is an
+        adapter of its own is not overwritten.
         """
         with reachable():
             for _ in range(ATTEMPTS):
@@ -225,20 +236,54 @@ class AdapterStore:
                 present, revision = await self._read(entry_key(name, tenant), AdapterEntry)
                 if present is not None and present.alias_of is None:
                     raise _exists(name)
-                if present is not None and present.alias_of == target and present.digest == aimed.digest:
+                same = ("alias_of", target), ("digest", aimed.digest), ("follows", follows)
+                if present is not None and all(getattr(present, field) == value for field, value in same):
                     version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
                     if version is not None:
                         return AdapterInfo(entry=present, version=version)
                 hold = await self._claim(aimed.digest, qualified(name, tenant))
                 version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
-                facts = {"digest": aimed.digest, "alias_of": target, "source": aimed.source, "left_out": aimed.left_out}
+                facts = {"digest": aimed.digest, "source": aimed.source, "left_out": aimed.left_out}
+                facts |= {"alias_of": target, "follows": follows}
                 entry = _entry(present, name=name, hold=hold, tenant=tenant, **facts)
-                if version is not None and await self._point(entry, revision):
-                    if present is not None:
-                        await self._release(present.digest, present.hold)
+                if version is not None and await self._replace(present, entry, revision):
                     return AdapterInfo(entry=entry, version=version)
                 await self._release(aimed.digest, hold)
         raise Conflict(f"adapter {quoted(target)} keeps being changed by other clients", param="target")
+
+    async def rollback(self, name: str, version: int, tenant: str = SHARED) -> tuple[AdapterInfo, bool]:
+        """Let `tenant`'s `name` point at its kept `version` again; 0: the one before the present one.
+
+        Returns the entry and whether it has changed. The present version is kept in its place. Raises AdapterNotFound when the
+        name does not have that version, BadRequest for an alias.
+        """
+        with reachable():
+            for _ in range(ATTEMPTS):
+                entry, revision = await self._entry_of(name, tenant)
+                if entry.alias_of is not None:
+                    raise BadRequest(
+                        f"{quoted(name)} is an alias of {quoted(entry.alias_of)}, which has the versions", param="name"
+                    )
+                wanted = version or max((one.version for one in entry.older if one.version < entry.version), default=0)
+                back = next((one for one in entry.older if one.version == wanted), None)
+                if back is not None:
+                    older = tuple(one for one in _older(entry) if one.version != back.version)
+                    after = msgspec.structs.replace(back, pin=entry.pin, older=older, updated_unix_ms=unix_ms())
+                elif wanted == entry.version:
+                    after = entry
+                else:
+                    kept = ", ".join(str(one.version) for one in sorted(entry.older, key=lambda one: one.version)) or "none"
+                    asked = f"version {version}" if version else "version before it"
+                    raise AdapterNotFound(
+                        f"adapter {quoted(name)} has version {entry.version} and no {asked}; kept older versions: {kept}",
+                        param="version",
+                    )
+                record, _ = await self._read(VERSION + after.digest, AdapterVersion)
+                if record is None:
+                    raise Unavailable(f"version {after.version} of adapter {quoted(name)} is lost")
+                if after is entry or await self._replace(entry, after, revision):
+                    return AdapterInfo(entry=after, version=record), after is not entry
+        raise Conflict(f"adapter {quoted(name)} keeps being changed by other clients", param="name")
 
     async def pin(self, name: str, workers: tuple[str, ...], tenant: str = SHARED) -> tuple[AdapterInfo, bool]:
         """Pin `tenant`'s `name` to these workers; without workers, unpin it. Returns the entry and whether it has changed.
@@ -247,11 +292,9 @@ class AdapterStore:
         """
         with reachable():
             for _ in range(ATTEMPTS):
-                entry, revision = (
-                    await self._read(entry_key(name, tenant), AdapterEntry) if is_adapter_name(name) else (None, 0)
-                )
-                version, _ = await self._read(VERSION + entry.digest, AdapterVersion) if entry is not None else (None, 0)
-                if entry is None or version is None:
+                entry, revision = await self._entry_of(name, tenant)
+                version, _ = await self._read(VERSION + entry.digest, AdapterVersion)
+                if version is None:
                     raise AdapterNotFound(f"there is no adapter {quoted(name)}", param="name")
                 if workers == (entry.pin.workers if entry.pin is not None else ()):
                     return AdapterInfo(entry=entry, version=version), False
@@ -273,14 +316,10 @@ class AdapterStore:
         """
         with reachable():
             for _ in range(ATTEMPTS):
-                entry, revision = (
-                    await self._read(entry_key(name, tenant), AdapterEntry) if is_adapter_name(name) else (None, 0)
-                )
-                if entry is None:
-                    raise AdapterNotFound(f"there is no adapter {quoted(name)}", param="name")
+                entry, revision = await self._entry_of(name, tenant)
                 version, _ = await self._read(VERSION + entry.digest, AdapterVersion)
                 holds, _ = await self._read(HOLDS + entry.digest, Holds)
-                last = holds is None or not holds.holders.keys() - {entry.hold}
+                last = holds is None or not holds.holders.keys() - entry.claims.keys()
                 running = requests(entry.digest)
                 if last and running and not force:
                     raise AdapterInUse(
@@ -288,11 +327,33 @@ class AdapterStore:
                     )
                 if not await self._erase(entry_key(name, tenant), revision):
                     continue
-                await self._release(entry.digest, entry.hold)
-                if self._idle(entry.digest):
-                    await self._collect(entry.digest)
+                for hold, digest in entry.claims.items():
+                    await self._release(digest, hold)
+                    if self._idle(digest):
+                        await self._collect(digest)
                 return AdapterInfo(entry=entry, version=version) if version is not None else None
         raise Conflict(f"adapter {quoted(name)} keeps being changed by other clients", param="name")
+
+    async def forgotten(self) -> frozenset[str]:
+        """The names of --adapters-dir that are not registered from there."""
+        with reachable():
+            record, _ = await self._read(FORGOTTEN, Forgotten)
+            return frozenset(record.names) if record is not None else frozenset()
+
+    async def forget(self, name: str, *, forget: bool = True) -> None:
+        """Add a name to those that are not registered from --adapters-dir, or take it off."""
+        with reachable():
+            for _ in range(ATTEMPTS):
+                record, revision = await self._read(FORGOTTEN, Forgotten)
+                names = record.names if record is not None else ()
+                if (name in names) == forget:
+                    return
+                if forget and len(names) >= FORGOTTEN_MAX:
+                    raise Conflict(f"{FORGOTTEN_MAX} names are forgotten already: take their directories out of --adapters-dir")
+                after = (*names, name) if forget else tuple(one for one in names if one != name)
+                if await self._write(FORGOTTEN, Forgotten(after), revision) is not None:
+                    return
+        raise Conflict("the list of forgotten adapters keeps being changed by other clients")
 
     async def fetch_upload(self, name: str, max_bytes: int) -> BinaryIO:
         """An uploaded archive as an anonymous temporary file, at its beginning. Raises BadRequest or TooLarge."""
@@ -337,7 +398,7 @@ class AdapterStore:
     async def _drop_lost(self, digest: str, hold: str, holder: str) -> None:
         tenant, _, name = holder.rpartition(":")
         entry, _ = await self._read(entry_key(name, tenant), AdapterEntry)
-        if entry is None or entry.hold != hold:
+        if entry is None or entry.claims.get(hold) != digest:
             log.info("lost claim dropped", extra={"digest": digest, "adapter": holder})
             await self._release(digest, hold)
 
@@ -407,6 +468,23 @@ class AdapterStore:
 
     # ---- records
 
+    async def _entry_of(self, name: str, tenant: str) -> tuple[AdapterEntry, int]:
+        """`tenant`'s entry of this name and its revision. Raises AdapterNotFound."""
+        entry, revision = await self._read(entry_key(name, tenant), AdapterEntry) if is_adapter_name(name) else (None, 0)
+        if entry is None:
+            raise AdapterNotFound(f"there is no adapter {quoted(name)}", param="name")
+        return entry, revision
+
+    async def _replace(self, present: AdapterEntry | None, entry: AdapterEntry, revision: int) -> bool:
+        """Write `entry` in the place of `present` and drop the claims that only `present` had; False if it has changed."""
+        if not await self._point(entry, revision):
+            return False
+        if present is not None:
+            for hold, digest in present.claims.items():
+                if hold not in entry.claims:
+                    await self._release(digest, hold)
+        return True
+
     async def _read(self, key: str, kind: type[_R]) -> tuple[_R | None, int]:
         """A record and its revision; (None, 0) when there is none."""
         found = await self._kv.get(key)
@@ -438,9 +516,16 @@ class AdapterStore:
 
 
 def _entry(present: AdapterEntry | None, **facts: Any) -> AdapterEntry:
-    """The entry that replaces `present`, and is pinned where that was."""
-    version, pin = (present.version + 1, present.pin) if present is not None else (1, None)
+    """The entry that replaces `present`, with the next version number, and is pinned where that was."""
+    pin, version = None, 1
+    if present is not None:
+        pin, version = present.pin, 1 + max([present.version, *(one.version for one in present.older)])
     return AdapterEntry(version=version, updated_unix_ms=unix_ms(), pin=pin, **facts)
+
+
+def _older(entry: AdapterEntry) -> tuple[AdapterEntry, ...]:
+    """The earlier versions of a name once `entry` has been replaced."""
+    return (msgspec.structs.replace(entry, pin=None, older=()), *entry.older)
 
 
 def _exists(name: str) -> AdapterExists:

@@ -13,7 +13,7 @@ from nats.js.errors import NotFoundError
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, InvalidAdapter, MotetError
-from motet.shared.messages import AliasAdapter, DeleteAdapter, RegisterAdapter, RegistryOk
+from motet.shared.messages import AliasAdapter, DeleteAdapter, RegisterAdapter, RegistryOk, RollbackAdapter
 from motet.shared.model import Residency
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, put_adapter, running_gateway
@@ -29,15 +29,16 @@ class FakeRegistry:
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
-        self.asked: list[RegisterAdapter | AliasAdapter | DeleteAdapter] = []
+        self.asked: list[RegisterAdapter | AliasAdapter | RollbackAdapter | DeleteAdapter] = []
         self.uploads: list[bytes] = []
         self.refuse: MotetError | None = None
 
     async def start(self) -> None:
-        for verb, kind in (("register", RegisterAdapter), ("alias", AliasAdapter), ("delete", DeleteAdapter)):
+        kinds = {"register": RegisterAdapter, "alias": AliasAdapter, "rollback": RollbackAdapter, "delete": DeleteAdapter}
+        for verb, kind in kinds.items():
             await self.bus.serve(verb, subjects.registry(verb), kind, getattr(self, verb), queue="registry")
 
-    def _note(self, message: RegisterAdapter | AliasAdapter | DeleteAdapter) -> None:
+    def _note(self, message: RegisterAdapter | AliasAdapter | RollbackAdapter | DeleteAdapter) -> None:
         self.asked.append(message)
         if self.refuse is not None:
             raise self.refuse
@@ -54,11 +55,15 @@ class FakeRegistry:
         digest = f"digest-of-{message.target}"
         return RegistryOk(adapters=[await put_adapter(self.bus, message.name, digest=digest, alias_of=message.target)])
 
+    async def rollback(self, message: RollbackAdapter) -> RegistryOk:
+        self._note(message)
+        return RegistryOk(adapters=[await put_adapter(self.bus, message.name, digest=f"version-{message.version}")])
+
     async def delete(self, message: DeleteAdapter) -> RegistryOk:
         self._note(message)
         kv = await self.bus.key_value(subjects.KV_ADAPTERS)
         await kv.delete(f"name.{message.name}")
-        return RegistryOk(adapters=[])
+        return RegistryOk(adapters=[], returns=not message.forget)
 
 
 @pytest.fixture
@@ -147,6 +152,8 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "updated": 1_700_000_000,
         "resident": {"w1": "device"},
         "left_out": [],
+        "follows": None,
+        "older_versions": [],
         "pinned_to": [],
         "placed_on": [],
     }
@@ -183,13 +190,34 @@ async def test_adapters_are_added_by_path_hub_id_alias_and_upload(
         await store.list(ignore_deletes=True)
 
 
+async def test_an_alias_follows_unless_its_version_is_pinned_and_a_name_goes_back_to_a_version(
+    mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession
+) -> None:
+    url = f"{mesh.url}/v1/adapters"
+    for body in ({"name": "a", "alias_of": "upper"}, {"name": "b", "alias_of": "upper", "pin_version": True}):
+        async with http.post(url, json=body) as answer:
+            assert answer.status == 201
+    async with http.post(url, json={"name": "c", "hub_id": "org/c", "pin_version": True}) as answer:
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "pin_version")
+    async with http.patch(f"{url}/upper", json={"version": 3}) as answer:
+        assert (answer.status, (await answer.json())["digest"]) == (200, "version-3")
+    for wrong in ({}, {"version": -1}, {"version": "3"}, {"versions": 3}):
+        async with http.patch(f"{url}/upper", json=wrong) as answer:
+            assert answer.status == 400, wrong
+    async with http.delete(f"{url}/upper?forget=true") as answer:
+        assert (await answer.json())["returns_at_start"] is False
+    a, b, back, gone = registry.asked
+    assert (a.follows, b.follows, back.version, gone.forget) == (True, False, 3, True)  # type: ignore[union-attr]
+
+
 async def test_a_delete_in_use_is_a_409_unless_forced(mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession) -> None:
     registry.refuse = AdapterInUse("2 requests run on it")
     async with http.delete(f"{mesh.url}/v1/adapters/upper") as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (409, "adapter_in_use")
     registry.refuse = None
     async with http.delete(f"{mesh.url}/v1/adapters/upper?force=true") as answer:
-        assert (answer.status, await answer.json()) == (200, {"name": "upper", "object": "adapter", "deleted": True})
+        gone = {"name": "upper", "object": "adapter", "deleted": True, "returns_at_start": True}
+        assert (answer.status, await answer.json()) == (200, gone)
     assert [asked.force for asked in registry.asked] == [False, True]  # type: ignore[union-attr]
 
 

@@ -25,6 +25,7 @@ from motet.shared.messages import (
     RegisterAdapter,
     RegistryOk,
     RegistryReply,
+    RollbackAdapter,
     WorkerSnapshot,
 )
 from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
@@ -50,8 +51,11 @@ class Client:
     async def delete(self, name: str, *, force: bool = False) -> AdapterInfo:
         return (await self.ask("delete", DeleteAdapter(name=name, force=force)))[0]
 
-    async def alias(self, name: str, target: str) -> AdapterInfo:
-        return (await self.ask("alias", AliasAdapter(name=name, target=target)))[0]
+    async def alias(self, name: str, target: str, *, follows: bool = False) -> AdapterInfo:
+        return (await self.ask("alias", AliasAdapter(name=name, target=target, follows=follows)))[0]
+
+    async def rollback(self, name: str, version: int = 0) -> AdapterInfo:
+        return (await self.ask("rollback", RollbackAdapter(name=name, version=version)))[0]
 
     async def names(self, **page: Any) -> list[str]:
         return [info.entry.name for info in await self.ask("list", ListAdapters(**page))]

@@ -71,6 +71,7 @@ async def test_a_replaced_version_is_removed_once_it_is_old_and_unused(
     client: Client, roots: Path, registry, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(registry_store, "UNUSED_S", 0.05)
+    monkeypatch.setattr(registry._store, "_older_versions", 0)
     first = await client.register("mine", write_adapter(roots / "old", seed=1))
     second = await client.register("mine", write_adapter(roots / "new", seed=2), replace=True)
     digest, store = first.entry.digest, registry._store
