@@ -243,7 +243,7 @@ class AdapterStore:
                         return AdapterInfo(entry=present, version=version)
                 hold = await self._claim(aimed.digest, qualified(name, tenant))
                 version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
-                facts = {"digest": aimed.digest, "source": aimed.source, "left_out": aimed.left_out}
+                facts: dict[str, Any] = {"digest": aimed.digest, "source": aimed.source, "left_out": aimed.left_out}
                 facts |= {"alias_of": target, "follows": follows}
                 entry = _entry(present, name=name, hold=hold, tenant=tenant, **facts)
                 if version is not None and await self._replace(present, entry, revision):
