@@ -393,6 +393,8 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     kv_cache_dtype: str = "auto"
     merged: str = ""  # digest
     merged_share: float = 0.0  # of its requests
+    kernels: str = ""  # and the note on them, as the worker's limits have them
+    kernels_note: str = ""
 
 
 class MoveStatus(msgspec.Struct, kw_only=True):

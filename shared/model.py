@@ -272,6 +272,10 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """KV bytes of one token, where blocks can be taken over."""
     base_tensors: dict[str, TensorDigest] = {}
     """The base's `embed_tokens` and `lm_head`, for registries that have no checkpoint."""
+    kernels: str = ""
+    """What computes in the native engine: the instruction set of compiled kernels, "triton" or "reference"."""
+    kernels_note: str = ""
+    """Why it is the reference where compiled kernels were expected, and what to do."""
 
     @property
     def kv_blocks_most(self) -> int:

@@ -37,8 +37,15 @@ AUDIT_BYTES = 64 << 20
 REQUEST_BYTES_MAX = 4 << 20
 ACK_WAIT_S = 30.0  # after so long without an answer the server repeats a delivery
 RECORD_BYTES = 64 << 10  # of an adapter, a key, a lease; how many of them there may be is their writers' limit
+INTAKE_BYTES = 16 << 20
 PREDICTOR_BYTES = 128 << 20  # a state and its successor
 UPLOADS_BYTES = 2 << 30  # archives on their way to the registry, for minutes
+
+
+def disk_bytes(tenants: int, tenant_bytes: int = TENANT_BYTES) -> int:
+    """The disk that the server sets aside for everything that `provision` creates, before anything is stored."""
+    each = 2 * tenant_bytes + tenant_bytes // 4  # requests, results, dead letters
+    return tenants * each + AUDIT_BYTES + INTAKE_BYTES + PREDICTOR_BYTES + UPLOADS_BYTES
 
 
 def request_bytes_max(bus: Bus) -> int:
@@ -80,7 +87,7 @@ async def provision(
         KeyValueConfig(bucket=subjects.KV_KEYS, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_LEASES, history=1, ttl=30.0, max_value_size=RECORD_BYTES, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_PLACEMENT, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
-        KeyValueConfig(bucket=subjects.KV_INTAKE, history=1, ttl=30 * DAY_S, max_bytes=16 << 20, replicas=replicas),
+        KeyValueConfig(bucket=subjects.KV_INTAKE, history=1, ttl=30 * DAY_S, max_bytes=INTAKE_BYTES, replicas=replicas),
     ]
     for bucket in buckets:
         try:

@@ -20,13 +20,11 @@ VARIABLES: dict[str, dict[str, str]] = {
         "MOTET_URL": "URL of the gateway that `motet chat`, `motet adapters` and so on talk to, as `--url`",
         "MOTET_API_KEY": "API key that they send",
         "MOTET_CA_FILE": "certificate authority of that gateway, if the system does not know it",
-        "MOTET_DATA_DIR": "data directory of `motet up` and `motet restart`, as `--data-dir`",
     },
     "Containers (`compose/`)": {
         "MOTET_MODEL_DIR": "directory of the base model on the host, mounted into the containers",
         "MOTET_SECRETS_DIR": "directory that `make compose-secrets` wrote",
         "MOTET_HTTP_PORT": "port of the gateway on the host",
-        "MOTET_NATS_PORT": "port of NATS on the host",
         "MOTET_PROMETHEUS_PORT": "port of Prometheus on the host",
         "MOTET_GRAFANA_PORT": "port of Grafana on the host",
         "MOTET_BASE_IMAGE": "image that the containers are built on",

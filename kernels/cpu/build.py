@@ -66,7 +66,10 @@ def build(isa: str) -> Path:
     if compiler is None:
         ready = sorted(cache_dir().glob(f"{name}-*.so"))
         if not ready:
-            raise BuildError(f"no C++ compiler (g++ or clang++) is installed, and {cache_dir()} has no {name}-*.so")
+            raise BuildError(
+                "no C++ compiler is installed: install one (apt install g++, dnf install gcc-c++, apk add g++) and restart\n"
+                f"(there is no g++, clang++ or c++, and no {cache_dir()}/{name}-*.so)"
+            )
         return ready[0]
     target = cache_dir() / f"{name}-{_identity(compiler)}.so"
     if not target.exists():

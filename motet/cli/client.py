@@ -35,7 +35,7 @@ class Client:
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         """`timeout_s` is the longest silence of the gateway."""
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are given it
         key = os.environ.get("MOTET_API_KEY", "") if api_key is None else api_key
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)

@@ -33,6 +33,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "keys": ("motet.cli.keys:keys", "Make, list, rotate and revoke API keys."),
         "audit": ("motet.cli.keys:audit", "List who changed which adapter or key, and when."),
         "status": ("motet.cli.status:status", "Show workers, queues and memory of a running mesh."),
+        "logs": ("motet.cli.logs:logs", "Print the logs of a running mesh."),
         "rebalance": ("motet.cli.rebalance:rebalance", "Show which requests would move to other workers."),
     },
     "Planning": {

@@ -35,25 +35,35 @@ class BoundedLog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._sink: IO[bytes] = path.open("ab")
+        self._sink = self._open()
+
+    def _open(self) -> IO[bytes]:
+        return self.path.open("ab", buffering=0)
+
+    @property
+    def size(self) -> int:
+        """Bytes in the present file."""
+        return self._sink.tell()
 
     def write(self, data: bytes) -> None:
-        if self._sink.tell() + len(data) > LOG_BYTES:
-            self._sink.close()
-            self.path.replace(self.path.with_suffix(".log.1"))
-            self._sink = self.path.open("ab")
-        self._sink.write(data)
-        self._sink.flush()
+        """Append output; what a full disk has no room for is lost."""
+        with contextlib.suppress(OSError):
+            if self._sink.tell() + len(data) > LOG_BYTES:
+                self._sink.close()
+                self.path.replace(self.path.with_suffix(".log.1"))
+                self._sink = self._open()
+            self._sink.write(data)
 
     def close(self) -> None:
         self._sink.close()
 
 
-def tail(path: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log file, "" when there is none."""
+def tail(path: Path, lines: int = TAIL_LINES, *, since: int = 0) -> str:
+    """The last lines of a log file after its first `since` bytes, "" when there are none."""
     try:
         with path.open("rb") as source:
-            source.seek(max(0, path.stat().st_size - 16_384))
+            size = path.stat().st_size
+            source.seek(max(since if since <= size else 0, size - 16_384))
             return "\n".join(source.read().decode(errors="replace").splitlines()[-lines:])
     except OSError:
         return ""
@@ -67,6 +77,7 @@ class Child(Protocol):
     stop_rank: int
     rest_s: float  # at least so long after its end it is started again
     log_path: Path
+    log_from: int  # bytes that its log had at the latest start
 
     async def launch(self) -> None:
         """Start the process without waiting until it is ready. Raises OSError when it cannot start."""
@@ -110,6 +121,7 @@ class ServiceProcess:
     def __init__(self, spec: ServiceSpec, logs: Path, *, echo: Callable[[str, bytes], None] | None = None) -> None:
         self.name, self.after, self.stop_rank, self.rest_s = spec.name, spec.after, spec.stop_rank, spec.rest_s
         self.log_path = logs / f"{spec.name}.log"
+        self.log_from = 0
         self._spec, self._echo = spec, echo
         self._log: BoundedLog | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,6 +131,7 @@ class ServiceProcess:
         self._ops_port = free_port()
         if self._log is None:
             self._log = BoundedLog(self.log_path)
+        self.log_from = self._log.size
         process = subprocess.Popen(
             self._spec.argv(self._ops_port),
             env={**os.environ, **self._spec.env},
@@ -193,6 +206,7 @@ class NatsProcess:
     def __init__(self, server: NatsServer, *, stop_rank: int) -> None:
         self.server, self.stop_rank = server, stop_rank
         self.log_path = server.log_path
+        self.log_from = 0
 
     async def launch(self) -> None:
         await self.server.start()

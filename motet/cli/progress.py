@@ -6,6 +6,7 @@ Without a terminal, changes of the stack are plain lines and bars are not shown.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -75,8 +76,9 @@ class Progress:
             self._rows[name] = ("waiting", "", 0.0)
 
     def changed(self, name: str, state: State, note: str) -> None:
+        before = self._rows.get(name)
         self._rows[name] = (state, note, self.elapsed_s)
-        if self._live is None:
+        if self._live is None and (before is None or _words(before) != _words(self._rows[name])):
             self.line(f"{name:<12} {state}{f': {note}' if note else ''}")
 
     def line(self, text: str) -> None:
@@ -90,6 +92,11 @@ class Progress:
             detail = f"{at_s:.1f} s" if state == "ready" else note
             table.add_row(mark, name, Text(state, style=STYLE[state]), Text(detail, style="dim"))
         return table
+
+
+def _words(row: tuple[State, str, float]) -> tuple[State, str]:
+    """A state and its note without numbers: lines of a log are for changes, not for every step of a progress."""
+    return row[0], re.sub(r"[\d.]+", "", row[1])
 
 
 @contextmanager

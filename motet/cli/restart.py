@@ -9,9 +9,7 @@ import click
 
 from motet.cli.control import order
 
-
-@click.command()
-@click.option(
+data_dir_option = click.option(
     "--data-dir",
     default=".motet",
     show_default=True,
@@ -19,6 +17,10 @@ from motet.cli.control import order
     type=click.Path(file_okay=False, path_type=Path),
     help="The data directory of the stack, as given to `motet up`.",
 )
+
+
+@click.command()
+@data_dir_option
 def restart(data_dir: Path) -> None:
     """Replace every process of a stack that `motet up` runs, without errors for clients.
 

@@ -12,10 +12,13 @@ The stack owns the gateways' listening sockets. So a gateway can be replaced, or
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -27,13 +30,18 @@ from motet.cli.nats_server import NatsServer
 from motet.cli.options import words_for
 from motet.cli.process import Child, NatsProcess, ServiceProcess, ServiceSpec
 from motet.cli.supervisor import MARGIN_S, State, Supervisor, Watcher
-from motet.shared.config import BusConfig, ConfigError, is_loopback
+from motet.services.registry.config import PublishersConfig
+from motet.shared.config import BusConfig, ConfigError, is_loopback, load
+from motet.shared.provision import disk_bytes
 from motet.shared.sockets import bound_socket
+from motet.shared.tenancy import DEFAULT_TENANT
 
 STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
 WORKER_REST_S = 1.0
 RESTART_ORDER = ("nats", "registry", "predictor", "scheduler", "worker", "gateway")
 RESTART_DRAIN_S = 600.0  # streams of a gateway that was replaced run to their end; a stop cuts them off after `drain_s`
+GIB = 1 << 30
+LEAST_FREE_BYTES = 256 << 20  # of the disk of a data directory that is in use
 READY_S = 120.0  # a successor that is not ready by then is given up
 
 
@@ -129,6 +137,7 @@ class Stack:
         self.urls = [f"{scheme}://{shown}:{listener.getsockname()[1]}" for listener in self._listeners]
         children: list[Child] = []
         if self.options.bus is None:
+            self._check_disk()
             text = credentials.authorization(self.credentials_dir, self.options.tenants)
             credentials.adopt_streams(self.data_dir / "nats" / "jetstream")
             log = self.data_dir / "logs" / "nats.log"
@@ -192,8 +201,21 @@ class Stack:
         self._watcher.changed(name, state, note)
 
     def _take_lock(self) -> None:
-        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (self.data_dir / "lock").open("a+")
+        try:
+            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = (self.data_dir / "lock").open("a+")
+            (self.data_dir / "logs").mkdir(exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.data_dir / "logs") as probe:
+                probe.write(bytes(4096))
+        except OSError as error:
+            why = error.strerror
+            if isinstance(error, FileExistsError):
+                why = "it is a file, not a directory"
+            elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+                why = f"the disk is full, and {self._disk_bytes() / GIB:.1f} GiB are needed"
+            raise ConfigError(
+                f"--data-dir: cannot write in {self.data_dir}: {why}. Choose a directory that is yours, on a disk with room"
+            ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -203,10 +225,28 @@ class Stack:
             raise ConfigError(
                 f"--data-dir: a stack already runs in {self.data_dir} (process {holder}); stop it or choose another directory"
             ) from None
+        self._lock = lock
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        self._lock = lock
+
+    def _check_disk(self) -> None:
+        """Raise ConfigError when the embedded NATS has no room for its streams on the disk of the data directory."""
+        free, needed = shutil.disk_usage(self.data_dir).free, self._disk_bytes()
+        if free < needed:
+            raise ConfigError(
+                f"--data-dir: the disk of {self.data_dir} has {free / GIB:.1f} GiB free, and {needed / GIB:.1f} GiB are needed"
+                " for durable requests and adapters. Choose a directory on a larger disk, or lower --tenant-stream-mib"
+            )
+
+    def _disk_bytes(self) -> int:
+        """Free bytes that the disk of the data directory needs before a start."""
+        if (self.data_dir / "nats" / "jetstream").exists():
+            return LEAST_FREE_BYTES  # its streams have their room
+        asked = {"tenant_stream_mib": self.options.given.get("tenant_stream_mib")}
+        tenant_bytes = load(PublishersConfig, asked).tenant_stream_mib << 20
+        # the server gives streams three quarters of what is free
+        return disk_bytes(len({DEFAULT_TENANT, *self.options.tenants}), tenant_bytes) * 4 // 3
 
     def _service(self, name: str) -> ServiceProcess:
         o, kind = self.options, name.split("-")[0]

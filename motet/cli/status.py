@@ -81,6 +81,8 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             f"{worker['worker_id']} has {escape(name)} merged into its weights: {worker['merged_share']:.0%} of its requests",
             highlight=False,
         )
+    for line in kernel_lines(answer["workers"]):
+        console.print(f"[yellow]{escape(line)}[/]", highlight=False)
     for line in refused_lines(answer.get("refused_adapters") or {}):
         console.print(f"[yellow]{escape(line)}[/]", highlight=False)
     told = " ".join(reasons)
@@ -91,6 +93,12 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
 def counted(count: int, noun: str) -> str:
     """`count` and the noun in its number: "1 adapter", "2 adapters"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def kernel_lines(workers: list[dict[str, Any]]) -> list[str]:
+    """A line for each worker that computes more slowly than its machine could, with the remedy."""
+    noted = [worker for worker in workers if worker.get("kernels_note")]
+    return [f"{worker['worker_id']} runs on kernels:{worker['kernels']}: {worker['kernels_note']}" for worker in noted]
 
 
 def refused_lines(refused: dict[str, Any], most: int = REFUSED_SHOWN) -> list[str]:
@@ -105,9 +113,11 @@ def refused_lines(refused: dict[str, Any], most: int = REFUSED_SHOWN) -> list[st
 
 
 def _engine(worker: dict[str, Any]) -> str:
-    """The engine's name, the quantization of its base, the type of its KV cache, and the worker's capabilities."""
+    """The engine's name, the quantization of its base, the type of its KV cache, its kernels, and the worker's capabilities."""
     quantization, kv = worker.get("quantization", "none"), worker.get("kv_cache_dtype", "auto")
     bits = ([] if quantization == "none" else [quantization]) + ([] if kv == "auto" else [f"kv:{kv}"])
+    if kernels := worker.get("kernels"):
+        bits.append(f"kernels:{kernels}")
     return " ".join([worker["engine"], *bits, *(f"+{word}" for word in worker.get("capabilities", ()))])
 
 

@@ -248,4 +248,4 @@ def _how(code: int | None) -> str:
 
 
 def _last_words(child: Child) -> str:
-    return "\n".join(f"  | {line}" for line in tail(child.log_path).splitlines())
+    return "\n".join(f"  | {line}" for line in tail(child.log_path, since=child.log_from).splitlines())

@@ -24,7 +24,8 @@ def connection(command: Callable[..., Any]) -> Callable[..., Any]:
         default="http://127.0.0.1:8000",
         envvar="MOTET_URL",
         show_default=True,
-        help="URL of the gateway (or MOTET_URL). MOTET_API_KEY is the API key, MOTET_CA_FILE the certificate authority.",
+        help="URL of the gateway, with or without /v1 (or MOTET_URL). MOTET_API_KEY is the API key, MOTET_CA_FILE the"
+        " certificate authority.",
     )(command)
 
 

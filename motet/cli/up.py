@@ -18,15 +18,19 @@ from motet.cli.control import ControlSocket
 from motet.cli.nats_server import NatsStartError
 from motet.cli.progress import Progress
 from motet.cli.stack import Stack, StackOptions
-from motet.cli.status import counted, refused_lines
+from motet.cli.status import counted, kernel_lines, refused_lines
 from motet.cli.supervisor import CONFIG_ERROR_EXIT as EXIT_CONFIG
 from motet.cli.supervisor import StartFailed
 from motet.cli.up_options import UpCommand, stack_options
+from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
 from motet.shared.config import ConfigError
 from motet.shared.errors import MotetError
+from motet.shared.messages import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.tenancy import SHARED
+
+STATUS_S = 2.0
 
 
 @click.command(cls=UpCommand)
@@ -90,7 +94,8 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
     finally:
         control.stop()
         await stack.stop()
-        progress.line("stopped")
+        if stack.children:
+            progress.line("stopped")
 
 
 async def _or_told(work: Any, told: asyncio.Event) -> None:
@@ -111,15 +116,17 @@ def _echo(name: str, data: bytes) -> None:
         print(f"{name:<12} | {line}", file=sys.stderr, flush=True)
 
 
-async def _adapters(stack: Stack) -> tuple[list[str], dict[str, Any]]:
-    """The names that all tenants share, and the refused adapters. Asks NATS, since the gateway may want an API key."""
+async def _facts(stack: Stack) -> tuple[list[str], dict[str, Any], list[dict[str, Any]]]:
+    """The names that all tenants share, the refused adapters, and the workers. Asks NATS, since the gateway may want a key."""
     async with contextlib.AsyncExitStack() as closing:
         bus = await Bus.connect(stack.bus_config("gateway"), "motet-up", inbox="gateway")
         closing.push_async_callback(bus.close)
         watch = AdapterWatch(bus)
         await watch.start()
         closing.push_async_callback(watch.stop)
-        return [info.entry.name for info in watch.visible(SHARED)], msgspec.to_builtins(watch.refused)
+        reply = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=STATUS_S)
+        workers = msgspec.to_builtins(reply.workers) if isinstance(reply, ClusterStatus) else []
+        return [info.entry.name for info in watch.visible(SHARED)], msgspec.to_builtins(watch.refused), workers
 
 
 async def summary(stack: Stack) -> str:
@@ -128,9 +135,9 @@ async def summary(stack: Stack) -> str:
     base, shown, refused = options.served_model_name, "", ""
     adapters: list[str] = []
     with contextlib.suppress(MotetError):
-        adapters, bad = await _adapters(stack)
+        adapters, bad, workers = await _facts(stack)
         shown = f" with {counted(len(adapters), 'adapter')}"
-        refused = "".join(f"\n{line}" for line in refused_lines(bad))
+        refused = "".join(f"\n{line}" for line in [*kernel_lines(workers), *refused_lines(bad)])
     more = (" --cacert CA_FILE" if options.tls_cert_file else "") + (
         "" if options.keyless else ' -H "Authorization: Bearer $MOTET_API_KEY"'
     )

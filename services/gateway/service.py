@@ -61,6 +61,7 @@ class GatewayService:
         self.port = 0
         self.started_s = unix_ms() // 1000
         self._started = self._draining = False
+        self._waits_for = "the tokenizer"
         self._changed = asyncio.Event()
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -75,9 +76,11 @@ class GatewayService:
         self.port = listener.getsockname()[1]
         self.prompts, detokenizer = await asyncio.to_thread(_load, config)
         self._stack.callback(self.prompts.close)
+        self._waits_for = "NATS"
         self.bus = await Bus.connect(config.bus, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
         self._stack.push_async_callback(self._stop_serving)  # after the owner has ended the streams
+        self._waits_for = "the registry, which sets up NATS"
         await self.keys.start(self.bus)
         self._stack.push_async_callback(self.keys.stop)
         self.adapters = AdapterWatch(self.bus, self._on_adapters)
@@ -120,7 +123,7 @@ class GatewayService:
 
     def not_ready(self) -> list[str]:
         if not self._started:
-            return ["starting"]
+            return [f"waiting for {self._waits_for}"]
         if self._draining:
             return ["draining"]
         reasons = []

@@ -141,7 +141,7 @@ class RegistryService:
         self._local, self._hub = asyncio.Semaphore(LOCAL_SLOTS), asyncio.Semaphore(HUB_SLOTS)
         self._hub_source = HubSource(config.hub)
         self._own_tensors: dict[str, TensorDigest] = {}
-        self._starting = "not started"
+        self._starting = "connecting to NATS"
 
     async def start(self) -> None:
         config = self._config
@@ -187,10 +187,9 @@ class RegistryService:
         bus.spawn(self._sweep())
 
     def not_ready(self) -> list[str]:
-        reasons = [self._starting] if self._starting else []
-        if self._bus is None or not self._bus.connected:
-            reasons.append("NATS is not reachable")
-        return reasons
+        if self._starting:
+            return [self._starting]
+        return [] if self._bus is not None and self._bus.connected else ["NATS is not reachable"]
 
     def failure(self) -> str:
         return self._bus.lost if self._bus is not None else ""

@@ -46,11 +46,18 @@ class Assembly:
     """Device bytes of every adapter's slot; 0 where an adapter takes its own size."""
 
 
-def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_bytes_per_s: float = 0.0) -> Assembly:
+def assemble(
+    config: WorkerConfig,
+    model_dir: Path,
+    times: StepTimes,
+    *,
+    link_bytes_per_s: float = 0.0,
+    loaded: Callable[[float], None] = lambda _: None,
+) -> Assembly:
     """Load the model and run a few steps, whose durations go to `times`. Call it in the thread that will run the engine.
 
-    `link_bytes_per_s` is for tests and benches: adapter copies to the device take as long as over a link of that speed. Raises
-    ConfigError for what cannot be served.
+    `link_bytes_per_s` is for tests and benches: adapter copies to the device take as long as over a link of that speed.
+    `loaded` gets the share of the weights that are in memory. Raises ConfigError for what cannot be served.
     """
     if config.batch.max_step_tokens < config.batch.max_running:
         raise ConfigError(
@@ -83,6 +90,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
                 assist_rows=config.batch.max_step_tokens,
                 load_format=config.engine.load_format,
                 graphs=not config.engine.enforce_eager,
+                loaded=loaded,
             )
         )
     except UnsupportedModel as error:
@@ -109,6 +117,8 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
     limits = WorkerLimits(
         base_model=config.base.name,
         device=device,
+        kernels=runner.kernels,
+        kernels_note=runner.kernels_note,
         quantization=quantization_of(config.engine.quantization, model),
         kv_cache_dtype=config.kv.kv_cache_dtype,
         max_model_len=max_model_len,

@@ -111,6 +111,7 @@ class WorkerService:
         self.asked_s = 0.0
         """When the last assignment came."""
         self._draining = self._started = False
+        self._loaded = 0.0
         self._exit = contextlib.AsyncExitStack()
         self.bus: Bus | None = None
 
@@ -124,9 +125,14 @@ class WorkerService:
         with uncollected():
             from motet.services.worker.assemble import assemble
 
-        made = assemble(self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s)
+        made = assemble(
+            self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s, loaded=self._on_loaded
+        )
         self.assembly = made
         return made.engine
+
+    def _on_loaded(self, share: float) -> None:
+        self._loaded = share
 
     async def start(self) -> None:
         """Load the model, then announce the worker. A failure is announced too."""
@@ -216,7 +222,7 @@ class WorkerService:
     def not_ready(self) -> list[str]:
         reasons = []
         if not self._started:
-            reasons.append("the model is loading")
+            reasons.append(self._progress())
         if self.bus is None or not self.bus.connected:
             reasons.append("NATS is not connected")
         if self.unhealthy:
@@ -226,6 +232,17 @@ class WorkerService:
         if (busy_s := self.engine.busy_s()) > STALLED_S:
             reasons.append(f"the engine has been in one step for {busy_s:.0f} s")
         return reasons
+
+    def _progress(self) -> str:
+        """How far the start is, for people who wait."""
+        if not self._loaded:
+            return "the model is loading"
+        if self._loaded == 1:
+            return "the model is loading: its weights are in memory, the first steps run"
+        files = self._model_dir.glob("*.safetensors")
+        if not (total_gb := sum(path.stat().st_size for path in files) / 1e9):
+            return "the model is loading"  # random weights have no files
+        return f"the model is loading: {self._loaded * total_gb:.2f} of {total_gb:.2f} GB of weights read and packed"
 
     def failure(self) -> str:
         return self.bus.lost if self.bus is not None else ""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from motet.cli.options import config_of
+from motet.cli.up_options import StackConfig
 from motet.shared.config import fields
 from motet.shared.variables import VARIABLES
 
@@ -24,7 +25,7 @@ OTHERS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 SERVICES = ("gateway", "predictor", "scheduler", "registry", "worker")
-OPTIONS = {option.variable for kind in SERVICES for option in fields(config_of(kind))}
+OPTIONS = {option.variable for config in (StackConfig, *map(config_of, SERVICES)) for option in fields(config)}
 TABLE = {name for names in VARIABLES.values() for name in names}
 NAME = re.compile(r"\bMOTET_[A-Z][A-Z0-9_]*[A-Z0-9]\b")
 STREAMS = re.compile(r"MOTET_(REQUESTS|RESULTS|DEAD|AUDIT)(_\w+)?")  # names of JetStream streams

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import ClassVar
 
 import aiohttp
 import pytest
@@ -122,3 +123,36 @@ async def test_a_server_that_is_only_away_is_no_failure(guarded: NatsServer, tmp
         assert predictor.failure() == ""
     finally:
         await predictor.stop()
+
+
+async def test_a_signal_during_the_start_ends_the_process_at_once():
+    class Waiting:
+        """A service whose start never ends."""
+
+        name = "waiting"
+        events: ClassVar[list[str]] = []
+
+        async def start(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+
+        def not_ready(self) -> list[str]:
+            return ["waiting"]
+
+        def failure(self) -> str:
+            return ""
+
+        async def drain(self) -> None:
+            self.events.append("drained")
+
+        async def stop(self) -> None:
+            self.events.append("stopped")
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert await asyncio.wait_for(service_module._live(Waiting(), PredictorConfig.of()), 10) == 0
+    finally:
+        for number in before:
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, before[number])
+    assert Waiting.events == ["stopped"]

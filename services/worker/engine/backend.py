@@ -6,7 +6,7 @@ A backend owns all device memory: base weights, KV cache and adapter pool. The e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -64,6 +64,8 @@ class BackendOptions:
     """Emulated rate of adapter copies, 0 for none."""
     assist_cores: Sequence[int] = ()
     """Cores of the CPU LoRA processes, one for each; -1 for any core."""
+    loaded: Callable[[float], None] = lambda _: None
+    """Called with the share of the base's weights that are in memory, as it grows."""
     assist_rows: int = 512
     """The most rows of a step that a process takes over."""
 
@@ -115,6 +117,14 @@ class Backend(Protocol):
 
         Backends with equal values compute the same bytes.
         """
+
+    @property
+    def kernels(self) -> str:
+        """What computes: the instruction set of compiled kernels, "triton" or "reference" (plain torch)."""
+
+    @property
+    def kernels_note(self) -> str:
+        """Why it is the reference where compiled kernels were expected, and what to do; else empty."""
 
     def read_kv(self, blocks: Sequence[int]) -> np.ndarray:
         """A copy of these KV blocks in host memory, uint8 [n * kv_block_bytes]. Call it between steps."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,8 +14,9 @@ from motet.kernels.device.driver import DriverError
 from motet.kernels.device.virtual_memory import physical_pages
 from motet.kernels.memory import expect, reserved
 from motet.kernels.pages import PhysicalPages
+from motet.kernels.whole_numbers import WholeNumbers
 from motet.services.worker.engine.backend import BackendOptions
-from motet.services.worker.engine.loader import M, Makers, ModelWeights, load_weights, random_weights, resolve_dtype
+from motet.services.worker.engine.loader import M, Makers, ModelWeights, load_weights, parameters, random_weights, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, read_model_config
 from motet.shared.config import ConfigError
 
@@ -123,9 +124,38 @@ def edge_bytes(layers: int, block_bytes: int, page_bytes: int, *, spare_blocks: 
 
 def weights_of(options: BackendOptions, memory: DeviceMemory, makers: Makers[M]) -> ModelWeights[M]:
     """The checkpoint's weights, or random ones, in the memory's type and on its device. Raises UnsupportedModel."""
+    makers = _reporting(makers, parameters(memory.config), options.loaded)
     if options.load_format == "dummy":
         return random_weights(memory.config, memory.dtype, memory.device, makers)
     return load_weights(options.model_dir, memory.config, memory.dtype, memory.device, makers)
+
+
+def _reporting(makers: Makers[M], total: int, loaded: Callable[[float], None]) -> Makers[M]:
+    """Makers that report the share of `total` elements of which matrices have been made, packing included."""
+    done = 0
+
+    def count(elements: int) -> None:
+        nonlocal done
+        done += elements
+        loaded(min(1.0, done / total))
+
+    def linear(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> M:
+        made = makers.linear(parts, bias)
+        count(sum(part.numel() for part in parts))
+        return made
+
+    def head(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> M:
+        made = (makers.head or makers.linear)(parts, bias)
+        count(sum(part.numel() for part in parts))
+        return made
+
+    def whole(numbers: WholeNumbers, bias: torch.Tensor | None) -> M:
+        assert makers.whole is not None
+        made = makers.whole(numbers, bias)
+        count(numbers.values.numel())
+        return made
+
+    return replace(makers, linear=linear, head=head, whole=whole if makers.whole is not None else None)
 
 
 def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int, kv_cache_dtype: str = "auto") -> int:

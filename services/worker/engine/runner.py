@@ -119,6 +119,8 @@ class ModelRunner:
     assist_relief: float = 0.0  # a share of a process's time
     cores: set[int] | None = None  # those of the steps; None for all
     merged: MergedWeights | None = None
+    kernels: str = "reference"
+    kernels_note: str = ""
 
     @property
     def config(self) -> ModelConfig:

@@ -66,6 +66,15 @@ async def test_the_command_prints_a_line_for_each_merged_adapter(mesh: Mesh, con
     ]
 
 
+async def test_a_worker_without_compiled_kernels_says_what_to_install(mesh: Mesh, connect: Connect) -> None:
+    slow = msgspec.structs.replace(worker("w1", "", 0.0), kernels="reference", kernels_note="install g++")
+    await tell(await connect("brain"), slow, msgspec.structs.replace(worker("w2", "", 0.0), kernels="avx2"))
+    shown = await asyncio.to_thread(CliRunner().invoke, status, ["--url", f"{mesh.url}/v1"])
+    assert "native kernels:avx2" in shown.output
+    assert "w1 runs on kernels:reference: install g++" in shown.output.splitlines()
+    assert "w2 runs" not in shown.output
+
+
 async def test_refused_adapters_are_named_with_their_reasons_wherever_somebody_looks(
     mesh: Mesh, connect: Connect, http: aiohttp.ClientSession
 ) -> None:

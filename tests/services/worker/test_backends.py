@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from motet.kernels.cpu import available_isas
 from motet.services.worker.engine import backends
 from motet.services.worker.engine.backend import BackendOptions
 from motet.services.worker.engine.engine import Engine
@@ -52,3 +53,20 @@ def test_the_environment_names_a_backend_where_the_options_leave_it_open(
     asked = backends.open_backend(BackendOptions(**options, kernels="cpu"))
     assert type(asked.steps).__name__ == "CompiledSteps"
     asked.close()
+
+
+def test_without_a_compiler_the_reference_computes_and_says_what_to_install(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shares: list[float] = []
+    compiled = backends.open_backend(BackendOptions(**options, loaded=shares.append))
+    assert compiled.kernels == available_isas()[-1] and compiled.kernels_note == ""
+    compiled.close()
+    assert shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 1 and len(shares) > 4
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("MOTET_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("MOTET_CPU_ISA", raising=False)
+    replaced = backends.open_backend(BackendOptions(**options))
+    assert replaced.kernels == "reference"
+    assert "apt install g++" in replaced.kernels_note and "\n" not in replaced.kernels_note

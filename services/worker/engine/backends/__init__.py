@@ -42,5 +42,7 @@ def open_backend(options: BackendOptions) -> Backend:
     except BackendMissing as error:
         if name != "auto" or chosen != "cpu":
             raise ConfigError(f"kernels {chosen!r}: {error}") from None
-        _log.warning("compiled CPU kernels are missing, steps take %s times as long: %s", SLOWER, error)
-        return reference(options)
+        runner = reference(options)
+        runner.kernels_note = f"steps take {SLOWER} times as long as with compiled kernels: {str(error).splitlines()[0]}"
+        _log.warning("compiled CPU kernels are missing", extra={"reason": str(error), "slower": f"{SLOWER} times"})
+        return runner

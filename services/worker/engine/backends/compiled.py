@@ -86,6 +86,7 @@ def compiled(options: BackendOptions) -> ModelRunner:
         steps=CompiledSteps(forward, assist),
         loader=loader,
         numerics=f"cpu {engine.isa}",
+        kernels=engine.isa,
         assist=assist,
         assist_relief=1.0 / (options.threads or len(cores)),  # the same kernels would run on all threads
         cores=cores if assist is not None else None,

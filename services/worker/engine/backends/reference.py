@@ -88,6 +88,7 @@ def torch_runner(
         assist_relief=assist_relief,
         cores=step_cores(options.assist_cores) if assist is not None else None,
         merged=merged,
+        kernels="triton" if memory.device.type == "cuda" else "reference",
     )
 
 
