@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
-from motet.shared.errors import BadRequest
+from motet.shared.hf_config import LAYERS_MAX, canonical, read_raw_config, refused, size_in
 from motet.shared.model import MODULES
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MAX_CONFIG_BYTES = 4 * 1024 * 1024
-
-_Size = Annotated[int, Meta(ge=1, le=1 << 24)]
-
-
-class _Config(msgspec.Struct, frozen=True):
-    """The keys that fix the shapes, as Hugging Face spells them."""
-
-    hidden_size: _Size
-    intermediate_size: _Size
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=4096)]
-    num_attention_heads: _Size
-    num_key_value_heads: _Size | None = None
-    head_dim: _Size | None = None
-
-
-TEXT_DEFAULTS: dict[str, dict[str, int]] = {
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-    },
-    "gemma3_text": {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-    },
-}
-"""What the `text_config` of LLaVA and Gemma 3 leaves out: transformers' defaults for the type of the text model."""
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a `config.json` that describes the text model: all of it, or `text_config` of a model that takes images."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        return config
-    return TEXT_DEFAULTS.get(str(text.get("model_type")), {}) | text
 
 
 class BaseShapes(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,33 +52,25 @@ class BaseShapes(msgspec.Struct, frozen=True, kw_only=True):
         return [self.path(layer, module) for layer in range(self.layers) for module in MODULES]
 
 
-def parse_shapes(config_json: bytes) -> BaseShapes:
-    """The shapes a `config.json` describes. Raises BadRequest naming the key that is missing or out of range."""
-    try:
-        whole = msgspec.json.decode(config_json, type=dict[str, Any])
-        config = msgspec.convert(text_config(whole), _Config)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadRequest(f"base model's config.json: {error}") from None
-    kv_heads = config.num_key_value_heads or config.num_attention_heads
-    if config.num_attention_heads % kv_heads:
-        raise BadRequest(
-            f"base model's config.json: {config.num_attention_heads} attention heads cannot share {kv_heads} key/value heads"
-        )
+def shapes_of(config: Mapping[str, Any]) -> BaseShapes:
+    """The shapes that a decoded `config.json` describes. Raises UnsupportedModel naming the key that is missing or wrong."""
+    found = canonical(config)
+    hidden, intermediate = size_in(found, "hidden_size"), size_in(found, "intermediate_size")
+    layers = size_in(found, "num_hidden_layers", most=LAYERS_MAX)
+    heads, kv_heads = size_in(found, "num_attention_heads"), size_in(found, "num_key_value_heads")
+    if heads % kv_heads:
+        raise refused("num_key_value_heads", kv_heads, f"{heads} attention heads cannot share them")
     return BaseShapes(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        layers=layers,
+        heads=heads,
         kv_heads=kv_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        model_type=str(whole.get("model_type", "")),
+        head_dim=size_in(found, "head_dim", default=hidden // heads),
+        model_type=str(config.get("model_type", "")),
     )
 
 
 def read_shapes(directory: Path) -> BaseShapes:
-    """The shapes of the model in `directory`. Raises BadRequest when there is no usable `config.json`."""
-    try:
-        with (directory / "config.json").open("rb") as file:
-            return parse_shapes(file.read(MAX_CONFIG_BYTES))
-    except OSError as error:
-        raise BadRequest(f"base model's config.json: {error.strerror}: {directory / 'config.json'}") from None
+    """The shapes of the model in `directory`. Raises UnsupportedModel when there is no usable `config.json`."""
+    return shapes_of(read_raw_config(directory))

@@ -10,11 +10,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from motet.shared.adapter_blob import MAX_HEADER_BYTES, TensorInfo, safetensors_header
-from motet.shared.base_shapes import MAX_CONFIG_BYTES, text_config
 from motet.shared.errors import MotetError
+from motet.shared.hf_config import UnsupportedModel, canonical, read_raw_config
 from motet.shared.model import TensorDigest
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
@@ -32,7 +30,7 @@ def base_tensors(directory: Path) -> dict[str, TensorDigest]:
             found |= _of_file(path)
         if EMBEDDING in found and OUTPUT not in found and _is_tied(directory):
             found[OUTPUT] = found[EMBEDDING]
-    except (OSError, MotetError, msgspec.MsgspecError):
+    except (OSError, MotetError, UnsupportedModel):
         return {}
     return found
 
@@ -62,7 +60,6 @@ def _digest(file: Any, start: int, info: TensorInfo) -> TensorDigest:
 
 
 def _is_tied(directory: Path) -> bool:
-    """Whether `config.json` ties the output layer to the embeddings; transformers' default is that it does."""
-    with (directory / "config.json").open("rb") as file:
-        config = msgspec.json.decode(file.read(MAX_CONFIG_BYTES), type=dict[str, Any])
-    return bool(config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", True)))
+    """Whether `config.json` ties the output layer to the embeddings; in transformers most architectures do by default."""
+    config = read_raw_config(directory)
+    return bool(config.get("tie_word_embeddings", canonical(config).get("tie_word_embeddings", True)))

@@ -25,8 +25,8 @@ from bench.mesh_parts import prompts
 from motet.policies.step_times import StepTimes
 from motet.services.worker.assemble import assemble
 from motet.services.worker.config import WorkerConfig
+from motet.services.worker.engine.checkpoint import parameters
 from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.loader import parameters
 from motet.services.worker.engine.model_config import ModelConfig, read_model_config
 from motet.services.worker.engine.request import EngineRequest
 from motet.services.worker.state import START_PERF

@@ -18,15 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from motet.services.gateway import conversation
-from motet.shared.base_shapes import text_config
 from motet.shared.chat_templates import SHIPPED, ChatTemplates
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, Overloaded, PromptTooLong
+from motet.shared.generation_config import generation_defaults, read_generation_config
+from motet.shared.hf_config import LENGTH_MAX, UnsupportedModel, read_config, size_in
 from motet.shared.tokenizer import UnusableFile, load_tokenizer, read_texts
 
 T = TypeVar("T")
@@ -40,29 +40,18 @@ COUNTED_WAITING_MAX = 16
 NFC_CHARS_MAX = 4  # characters that NFC composes to one, at most
 
 
-class GenerationDefaults(msgspec.Struct, frozen=True):
-    """Sampling defaults from generation_config.json, used where a request has no value."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-
-
 class Prompts:
     """One model's tokenizer and chat templates. `context_length` is what config.json says the model can attend to."""
 
     def __init__(self, model_dir: Path, chat_template: str = "") -> None:
         """`chat_template`: the option `--chat-template`. Raises ConfigError for a file that cannot be used."""
-        config = _read_json(model_dir / "config.json")
-        if not config:
-            raise ConfigError(f"--model: {model_dir} has no config.json, so it is not a model in Hugging Face format")
-        text = text_config(config)
-        self.context_length = int(text.get("max_position_embeddings") or 0)
-        if self.context_length < 1:
-            raise ConfigError(f"--model: {model_dir}/config.json has no max_position_embeddings")
+        try:
+            config = read_config(model_dir)
+            self.context_length = size_in(config, "max_position_embeddings", most=LENGTH_MAX)
+            vocab_size = size_in(config, "vocab_size", default=0)
+            self.defaults = generation_defaults(read_generation_config(model_dir))
+        except UnsupportedModel as error:
+            raise ConfigError(f"--model: {error}") from None
         if not (model_dir / "tokenizer.json").is_file():
             raise ConfigError(f"--model: {model_dir} has no tokenizer.json (convert the tokenizer to the fast format first)")
         try:
@@ -72,11 +61,10 @@ class Prompts:
         except UnusableFile as error:
             raise ConfigError(f"--model: {model_dir}: {error}") from None
         self.tokenizer: Tokenizer = loaded.backend
-        self.vocab_size = max(int(text.get("vocab_size") or 0), self.tokenizer.get_vocab_size(with_added_tokens=True))
+        self.vocab_size = max(vocab_size, self.tokenizer.get_vocab_size(with_added_tokens=True))
         self._bos_id = loaded.id_of("bos_token")
         self.templates = _given_template(templates, chat_template) if chat_template else templates
         """The chat templates of the base model, or the one of `--chat-template`."""
-        self.defaults = _generation_defaults(model_dir)
         self._token_chars_max = _token_chars_max(self.tokenizer)
         self._requests = _Lane("tokenize", THREADS, WAITING_MAX, WAITING_CHARS_MAX)
         self._counting = _Lane("count-tokens", 1, COUNTED_WAITING_MAX, WAITING_CHARS_MAX)
@@ -237,19 +225,6 @@ def _token_chars_max(tokenizer: Tokenizer) -> int:
     return factor * max(map(len, vocabulary)) if whole else 0
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object file; {} when there is none. Raises ConfigError when it is no JSON object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model: cannot read {path}: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--model: {path} is not a JSON object")
-    return value
-
-
 def _given_template(templates: ChatTemplates, given: str) -> ChatTemplates:
     """The template that `--chat-template` gives: one of the model's by name, a shipped one, a file, or the template itself."""
     if given in templates.named:
@@ -266,11 +241,3 @@ def _given_template(templates: ChatTemplates, given: str) -> ChatTemplates:
         names = ", ".join(sorted({*templates.named, *SHIPPED}))
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--chat-template: {given}: neither one of {names} nor a file that can be read: {reason}") from None
-
-
-def _generation_defaults(model_dir: Path) -> GenerationDefaults:
-    raw = _read_json(model_dir / "generation_config.json")
-    try:
-        return msgspec.convert(raw, GenerationDefaults)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--model: {model_dir}/generation_config.json: {error}") from None

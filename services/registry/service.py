@@ -40,6 +40,7 @@ from motet.shared.base_shapes import BaseShapes, read_shapes
 from motet.shared.base_tensors import base_tensors
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
+from motet.shared.config import ConfigError
 from motet.shared.errors import (
     AdapterExists,
     AdapterNotFound,
@@ -52,6 +53,7 @@ from motet.shared.errors import (
     Unavailable,
 )
 from motet.shared.heap import return_large_buffers
+from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.messages import (
     AdapterInfo,
@@ -146,7 +148,10 @@ class RegistryService:
     async def start(self) -> None:
         config = self._config
         self._model = await in_thread(lambda: resolve_model(config.base.model, files=("config.json",)))
-        self._shapes: BaseShapes = read_shapes(self._model)
+        try:
+            self._shapes: BaseShapes = read_shapes(self._model)
+        except UnsupportedModel as error:
+            raise ConfigError(f"--model: {error}") from None
         self._bus = bus = await Bus.connect(config.bus, config.process.identity("registry"), inbox="registry")
         try:
             await provision(

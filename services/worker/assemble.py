@@ -18,14 +18,15 @@ from motet.services.worker.config import MIB, WorkerConfig, free_host_bytes, kv_
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.backend import Backend, BackendOptions
 from motet.services.worker.engine.backends import open_backend
+from motet.services.worker.engine.checkpoint import parameters
 from motet.services.worker.engine.device_memory import edge_bytes, kv_bytes_per_block, pages_of
 from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.loader import parameters, quantization_of, resolve_dtype
-from motet.services.worker.engine.model_config import ModelConfig, read_model_config
+from motet.services.worker.engine.loader import resolve_dtype
+from motet.services.worker.engine.model_config import ModelConfig, quantization_of, read_model_config
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
-from motet.services.worker.engine.unsupported import UnsupportedModel
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
+from motet.shared.hf_config import UnsupportedModel
 from motet.shared.model import SamplingParams, WorkerLimits
 
 GPU_SHARE = 0.9  # of what is free before loading; the rest is left to activations, logits and CUDA itself

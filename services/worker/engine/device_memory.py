@@ -16,7 +16,8 @@ from motet.kernels.memory import expect, reserved
 from motet.kernels.pages import PhysicalPages
 from motet.kernels.whole_numbers import WholeNumbers
 from motet.services.worker.engine.backend import BackendOptions
-from motet.services.worker.engine.loader import M, Makers, ModelWeights, load_weights, parameters, random_weights, resolve_dtype
+from motet.services.worker.engine.checkpoint import parameters
+from motet.services.worker.engine.loader import M, Makers, ModelWeights, load_weights, random_weights, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, read_model_config
 from motet.shared.config import ConfigError
 

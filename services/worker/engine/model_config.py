@@ -11,16 +11,26 @@ one that does not start.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from motet.services.worker.engine.quantization_config import Quantization, parse_quantization
-from motet.services.worker.engine.unsupported import UnsupportedModel
+from motet.services.worker.engine.safetensors_files import FLOATS, stored_type
+from motet.shared.generation_config import eos_token_ids, read_generation_config
+from motet.shared.hf_config import (
+    FAMILIES,
+    LAYERS_MAX,
+    LENGTH_MAX,
+    UnsupportedModel,
+    canonical,
+    read_raw_config,
+    refused,
+    size_in,
+)
 
-DTYPES = ("float32", "bfloat16", "float16")
+FLOAT32_MAX = 3.4e38
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -84,102 +94,103 @@ class ModelConfig:
 
 def read_model_config(model_dir: Path) -> ModelConfig:
     """The config of the checkpoint in `model_dir`. Raises UnsupportedModel, also when a file is missing or broken."""
-    config = _read_json(model_dir / "config.json")
-    if config is None:
-        raise UnsupportedModel(f"{model_dir} has no config.json: a Hugging Face model directory is expected")
-    generation = _read_json(model_dir / "generation_config.json") or {}
-    return parse_model_config(config, generation)
+    config = read_raw_config(model_dir)
+    if canonical(config).get("dtype") is None:
+        config["dtype"] = stored_type(model_dir)
+    return parse_model_config(config, read_generation_config(model_dir))
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """The config from decoded `config.json` and `generation_config.json`. Raises UnsupportedModel."""
     family = _family(config)
-    activation = config.get("hidden_act", "silu")
+    quantization = parse_quantization(config)
+    config = canonical(config)
+    activation = config.get("hidden_act")
     if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"hidden_act is {activation!r}: only 'silu' is supported")
+        raise refused("hidden_act", activation, "only 'silu' is supported")
     if config.get("pretraining_tp", 1) not in (None, 1):
-        raise UnsupportedModel("pretraining_tp is not 1: sliced pre-training arithmetic is not reproduced")
+        raise refused("pretraining_tp", config["pretraining_tp"], "sliced pre-training arithmetic is not reproduced")
+    if config.get("per_layer_config"):
+        raise refused("per_layer_config", config["per_layer_config"], "layers that differ are not supported")
 
-    heads = _size(config, "num_attention_heads")
-    kv_heads = _size(config, "num_key_value_heads", default=heads)
-    hidden = _size(config, "hidden_size")
-    head_dim = _size(config, "head_dim", default=128 if family == "Qwen3" else hidden // heads)
-    layers = _size(config, "num_hidden_layers")
+    heads, kv_heads = size_in(config, "num_attention_heads"), size_in(config, "num_key_value_heads")
+    hidden, layers = size_in(config, "hidden_size"), size_in(config, "num_hidden_layers", most=LAYERS_MAX)
     if heads % kv_heads:
-        raise UnsupportedModel(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise refused("num_key_value_heads", kv_heads, f"num_attention_heads {heads} is not a multiple of it")
+    head_dim = size_in(config, "head_dim", default=hidden // heads)
     if head_dim % 2:
-        raise UnsupportedModel(f"head_dim is {head_dim}: rotary embedding needs an even one")
+        raise refused("head_dim", head_dim, "rotary embedding needs an even one")
 
-    attention_bias = _flag(config, "attention_bias", False)
-    max_len = _size(config, "max_position_embeddings")
+    attention_bias = family in ("Llama", "Qwen3") and _flag(config, "attention_bias", False)
+    max_len = size_in(config, "max_position_embeddings", most=LENGTH_MAX)
     return ModelConfig(
         architecture=f"{family}ForCausalLM",
-        vocab_size=_size(config, "vocab_size"),
+        vocab_size=size_in(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_size(config, "intermediate_size"),
+        intermediate_size=size_in(config, "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_model_len=max_len,
-        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config, max_len),
+        rms_norm_eps=_number(config, "rms_norm_eps"),
+        rope=_rope(config["rope_parameters"], max_len),
         windows=_windows(config, family, layers),
-        qkv_bias=family == "Qwen2" or (family in ("Llama", "Qwen3") and attention_bias),
-        o_bias=family in ("Llama", "Qwen3") and attention_bias,
+        qkv_bias=family == "Qwen2" or attention_bias,
+        o_bias=attention_bias,
         mlp_bias=family == "Llama" and _flag(config, "mlp_bias", False),
         qk_norm=family == "Qwen3",
         tied_embeddings=_flag(config, "tie_word_embeddings", False),
         dtype=_dtype(config),
-        eos_token_ids=_eos(config, generation or {}),
-        quantization=parse_quantization(config),
+        eos_token_ids=eos_token_ids(config, generation or {}),
+        quantization=quantization,
     )
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise UnsupportedModel(f"{path} is not a JSON object")
-    return value
+def quantization_of(option: str, config: ModelConfig) -> str:
+    """The base model's quantization: `option` ("none", "int8" or "int4"), or that of the checkpoint.
+
+    Raises UnsupportedModel when both differ.
+    """
+    if config.quantization is None:
+        return option
+    if option not in ("none", config.quantization.name):
+        raise UnsupportedModel(
+            f"the checkpoint is {config.quantization.name}: it cannot be served with --quantization {option}"
+        )
+    return config.quantization.name
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    known = {f"{name}ForCausalLM": name for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
-    for name in config.get("architectures") or ():
-        if name in known:
-            return known[name]
-    raise UnsupportedModel(f"architectures is {config.get('architectures')!r}: one of {sorted(known)} is expected")
+    """The architecture, which `architectures` and `model_type` both name."""
+    names, kind = config.get("architectures"), config.get("model_type")
+    if names is None:
+        names = [name for name, its in FAMILIES.items() if its == kind]
+    found = next((name for name in names if name in FAMILIES), None) if isinstance(names, list) else None
+    if found is None:
+        raise refused("architectures", config.get("architectures"), f"one of {', '.join(FAMILIES)} is expected")
+    if kind not in (None, FAMILIES[found]):
+        raise refused("model_type", kind, f"architectures names {found}, whose type is {FAMILIES[found]!r}")
+    if isinstance(config.get("text_config"), dict):
+        raise UnsupportedModel(
+            "config.json: text_config describes the text part of another model; only text models are supported"
+        )
+    return found.removesuffix("ForCausalLM")
 
 
-def _size(config: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = config.get(key)
     if value is None:
         if default is None:
-            raise UnsupportedModel(f"{key} is missing")
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"{key} is {value!r}: a positive whole number is expected")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: float | None) -> float:
-    value = config.get(key)
-    if value is None:
-        if default is None:
-            raise UnsupportedModel(f"{key} is missing")
+            raise UnsupportedModel(f"config.json: {key} is missing")
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise UnsupportedModel(f"{key} is {value!r}: a positive number is expected")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= FLOAT32_MAX:
+        raise refused(key, value, "a positive number is expected, of float32")
     return float(value)
 
 
 def _optional(config: Mapping[str, Any], key: str) -> float | None:
-    return None if config.get(key) is None else _number(config, key, None)
+    return None if config.get(key) is None else _number(config, key)
 
 
 def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -187,42 +198,40 @@ def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise UnsupportedModel(f"{key} is {value!r}: true or false is expected")
+        raise refused(key, value, "true or false is expected")
     return value
 
 
-def _rope(config: Mapping[str, Any], max_len: int) -> RopeConfig:
-    """The rotary embedding, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise UnsupportedModel(f"rope_parameters is {parameters!r}: an object is expected")
+def _rope(parameters: Mapping[str, Any], max_len: int) -> RopeConfig:
+    """The rotary embedding, from the canonical `rope_parameters`."""
     if any(isinstance(value, dict) for value in parameters.values()):
-        raise UnsupportedModel("rope_parameters differs between layer types: one for all layers is expected")
-    theta = _number(parameters, "rope_theta", _number(config, "rope_theta", 10000.0))
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        raise UnsupportedModel("config.json: rope_parameters differs between layer types: one for all layers is expected")
+    theta = _number(parameters, "rope_theta")
+    partial = parameters.get("partial_rotary_factor")
     if partial not in (None, 1):
-        raise UnsupportedModel(f"partial_rotary_factor is {partial!r}: only full rotary embedding is supported")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+        raise refused("partial_rotary_factor", partial, "only full rotary embedding is supported")
+    kind = parameters["rope_type"]
     if kind in ("default", "dynamic"):
         # "dynamic" stretches only past max_position_embeddings, and the engine never goes there
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(theta=theta, type="linear", factor=_number(parameters, "factor", None))
-    key = "original_max_position_embeddings"
-    original = _size(config if config.get(key) is not None else parameters, key, default=max_len)
+        return RopeConfig(theta=theta, type="linear", factor=_number(parameters, "factor"))
+    original = size_in(parameters, "original_max_position_embeddings", most=LENGTH_MAX)
     if kind == "llama3":
-        low, high = _number(parameters, "low_freq_factor", None), _number(parameters, "high_freq_factor", None)
+        low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
         if low >= high:
-            raise UnsupportedModel(f"low_freq_factor {low} is not below high_freq_factor {high}")
+            raise refused("low_freq_factor", low, f"it is not below high_freq_factor {high}")
         return RopeConfig(
             theta=theta,
             type="llama3",
-            factor=_number(parameters, "factor", None),
+            factor=_number(parameters, "factor"),
             original_max_len=original,
             low_freq_factor=low,
             high_freq_factor=high,
         )
     if kind == "yarn":
+        if theta == 1.0:
+            raise refused("rope_theta", theta, "yarn needs another base of the frequencies")
         return RopeConfig(
             theta=theta,
             type="yarn",
@@ -235,42 +244,31 @@ def _rope(config: Mapping[str, Any], max_len: int) -> RopeConfig:
             mscale_all_dim=_optional(parameters, "mscale_all_dim"),
             truncate=_flag(parameters, "truncate", True),
         )
-    raise UnsupportedModel(f"rope_type is {kind!r}: default, linear, dynamic, llama3 or yarn is expected")
+    raise refused("rope_type", kind, "default, linear, dynamic, llama3 or yarn is expected")
 
 
 def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, ...]:
     """Each layer's sliding window in tokens, the token itself included; 0 for none."""
-    if family == "Llama":
+    if family == "Llama" or config["sliding_window"] is None:
         return (0,) * layers
-    # absent means the families' default of 4096, null means none
-    window = 0 if config.get("sliding_window", 4096) is None else _size(config, "sliding_window", default=4096)
     if family == "Mistral":
-        return (window,) * layers
-    if not window or not _flag(config, "use_sliding_window", False):
+        return (size_in(config, "sliding_window", most=LENGTH_MAX),) * layers
+    if not _flag(config, "use_sliding_window", False):
         return (0,) * layers
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise UnsupportedModel(f"layer_types {kinds!r}: {layers} of 'full_attention' or 'sliding_attention' are expected")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    window, kinds = size_in(config, "sliding_window", most=LENGTH_MAX), config.get("layer_types")
+    if kinds is None:
+        first = config["max_window_layers"]
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise refused("max_window_layers", first, "a whole number is expected")
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    known = {"sliding_attention": window, "full_attention": 0, "attention": 0}  # the last is an old name of full attention
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(one, str) and one in known for one in kinds):
+        raise refused("layer_types", kinds, f"{layers} of 'full_attention' or 'sliding_attention' are expected")
+    return tuple(known[one] for one in kinds)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise UnsupportedModel(f"dtype is {name!r}: one of {', '.join(DTYPES)} is expected")
+    name = config.get("dtype") or "float32"
+    if name not in FLOATS.values():
+        raise refused("dtype", name, f"one of {', '.join(FLOATS.values())} is expected")
     return str(name)
-
-
-def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end tokens of the generation config, else of the model.
-
-    Chat models name their end-of-turn token only in the former.
-    """
-    value = generation.get("eos_token_id")
-    if value is None:
-        value = config.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise UnsupportedModel(f"eos_token_id is {value!r}: a token id or a list of them is expected")
-    return tuple(dict.fromkeys(ids))

@@ -14,10 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from motet.services.worker.engine.unsupported import UnsupportedModel
+from motet.services.worker.engine.safetensors_files import FLOATS
+from motet.shared.hf_config import UnsupportedModel
 
 GROUP = 32
 """A group size is a multiple of it: the compiled kernels' own."""
+
+
+Shapes = dict[str, tuple[tuple[str, ...], list[int]]]
+"""{tensor: (types as safetensors calls them, shape)}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,36 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     fields.drop(*_WITHOUT_EFFECT[method])
     fields.end()
     return found
+
+
+def tensors_of(q: Quantization, module: str, n: int, k: int) -> tuple[Shapes, Shapes]:
+    """The tensors that a quantized `module` must have, and those that it may have.
+
+    Raises UnsupportedModel for an impossible shape.
+    """
+    per_word = 32 // q.bits
+    words_n, words_k = -(-n // per_word), -(-k // per_word)
+    groups = -(-k // q.group_size) if q.group_size else 1
+    if (q.layout == "awq" and n % per_word) or (q.layout.startswith("gptq") and (n % per_word or k % per_word)):
+        raise UnsupportedModel(f"{module} is [{n}, {k}]: sizes in {q.layout} are multiples of {per_word}")
+    found: Shapes
+    scales: Shapes = {f"{module}.scales": (tuple(FLOATS), [groups, n]), f"{module}.qzeros": (("I32",), [groups, words_n])}
+    if q.layout == "awq":
+        return {f"{module}.qweight": (("I32",), [k, words_n])} | scales, {}
+    if q.layout in ("gptq", "gptq_v2"):
+        order: Shapes = {f"{module}.g_idx": (("I32",), [k])}
+        found = {f"{module}.qweight": (("I32",), [words_k, n])} | scales
+        return (found | order, {}) if q.reordered else (found, order)
+    scale = [1] if q.per_tensor else [n, groups]
+    found = {f"{module}.weight_scale": (tuple(FLOATS), scale)}
+    zero = f"{module}.weight_zero_point"
+    if q.layout == "int8":
+        return found | {f"{module}.weight": (("I8",), [n, k])} | ({} if q.symmetric else {zero: (("I8",), scale)}), {}
+    found |= {f"{module}.weight_packed": (("I32",), [n, words_k]), f"{module}.weight_shape": (("I64", "I32"), [2])}
+    if not q.symmetric:
+        found[zero] = (("I32",), [words_n, groups])
+    order = {f"{module}.weight_g_idx": (("I32",), [k])}
+    return (found | order, {}) if q.reordered else (found, order)
 
 
 def _gptq(fields: _Fields) -> Quantization:

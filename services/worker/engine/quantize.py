@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import save_file
 
 from motet.kernels.whole_numbers import GROUP, WholeNumbers, round_to
-from motet.services.worker.engine.loader import check_files, opened, projection_names
+from motet.services.worker.engine.checkpoint import check_files, projection_names
 from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.unsupported import UnsupportedModel
+from motet.services.worker.engine.safetensors_files import INDEX, opened
+from motet.shared.hf_config import UnsupportedModel
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def quantize(model_dir: Path, out: Path, bits: int, progress: Callable[[str], No
         raise UnsupportedModel(f"{model_dir} is {config.quantization.name} already: a checkpoint of floats is expected")
     if out.exists():
         raise UnsupportedModel(f"{out} exists already: give a directory that does not")
-    files = check_files(model_dir, config)
+    files = sorted({one.path for one in check_files(model_dir, config).values()})
     rounded = projection_names(config)
     before = after = 0
     error = power = 0.0

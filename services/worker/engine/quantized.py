@@ -18,44 +18,10 @@ import torch
 
 from motet.kernels.whole_numbers import WholeNumbers
 from motet.services.worker.engine.quantization_config import Quantization
-from motet.services.worker.engine.unsupported import UnsupportedModel
+from motet.shared.hf_config import UnsupportedModel
 
-Shapes = dict[str, tuple[tuple[str, ...], list[int]]]
-"""{tensor: (types as safetensors calls them, shape)}."""
-
-FLOATS = ("F32", "F16", "BF16")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Positions of the outputs 0 to 7 in a 32-bit word of AWQ."""
-
-
-def tensors_of(q: Quantization, module: str, n: int, k: int) -> tuple[Shapes, Shapes]:
-    """The tensors that a quantized `module` must have, and those that it may have.
-
-    Raises UnsupportedModel for an impossible shape.
-    """
-    per_word = 32 // q.bits
-    words_n, words_k = -(-n // per_word), -(-k // per_word)
-    groups = -(-k // q.group_size) if q.group_size else 1
-    if (q.layout == "awq" and n % per_word) or (q.layout.startswith("gptq") and (n % per_word or k % per_word)):
-        raise UnsupportedModel(f"{module} is [{n}, {k}]: sizes in {q.layout} are multiples of {per_word}")
-    found: Shapes
-    scales: Shapes = {f"{module}.scales": (FLOATS, [groups, n]), f"{module}.qzeros": (("I32",), [groups, words_n])}
-    if q.layout == "awq":
-        return {f"{module}.qweight": (("I32",), [k, words_n])} | scales, {}
-    if q.layout in ("gptq", "gptq_v2"):
-        order: Shapes = {f"{module}.g_idx": (("I32",), [k])}
-        found = {f"{module}.qweight": (("I32",), [words_k, n])} | scales
-        return (found | order, {}) if q.reordered else (found, order)
-    scale = [1] if q.per_tensor else [n, groups]
-    found = {f"{module}.weight_scale": (FLOATS, scale)}
-    zero = f"{module}.weight_zero_point"
-    if q.layout == "int8":
-        return found | {f"{module}.weight": (("I8",), [n, k])} | ({} if q.symmetric else {zero: (("I8",), scale)}), {}
-    found |= {f"{module}.weight_packed": (("I32",), [n, words_k]), f"{module}.weight_shape": (("I64", "I32"), [2])}
-    if not q.symmetric:
-        found[zero] = (("I32",), [words_n, groups])
-    order = {f"{module}.weight_g_idx": (("I32",), [k])}
-    return (found | order, {}) if q.reordered else (found, order)
 
 
 def read_module(q: Quantization, module: str, n: int, k: int, get: Callable[[str], torch.Tensor | None]) -> WholeNumbers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +11,12 @@ from typing import Any
 from motet.policies.pins import PIN_SHARE
 from motet.services.worker.config import GIB, MIB, WorkerConfig, free_host_bytes
 from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.unsupported import UnsupportedModel
 from motet.services.worker.engine_thread import StepReport
 from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter
-from motet.shared.base_shapes import text_config
 from motet.shared.config import ConfigError
+from motet.shared.hf_config import UnsupportedModel, read_config
 from motet.shared.model import WorkerLimits
 from motet.shared.telemetry import logger
 
@@ -110,11 +108,9 @@ def stored_type(model_dir: Path) -> str:
     Where the checkpoint does not name a type, vLLM decides.
     """
     try:
-        config = json.loads((model_dir / "config.json").read_bytes())
-    except (OSError, ValueError):
+        told = read_config(model_dir).get("dtype")
+    except UnsupportedModel:
         return "auto"
-    text = text_config(config)
-    told = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     return told if told in ("float32", "float16", "bfloat16") else "auto"
 
 

@@ -23,8 +23,8 @@ from motet.kernels.triton.lora import INTERPRETED
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.backend import BackendOptions
 from motet.services.worker.engine.backends.reference import reference
+from motet.services.worker.engine.checkpoint import parameters
 from motet.services.worker.engine.decode_graphs import DecodeBuffers
-from motet.services.worker.engine.loader import parameters
 from motet.services.worker.engine.model_config import read_model_config
 from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history
 from tests.support_models import Sequence, make_adapters, make_checkpoint, make_runner, step_batch

@@ -111,6 +111,7 @@ def test_a_broken_file_is_refused(model_dir: Path) -> None:
     ],
 )
 def test_a_bad_shard_index_is_refused(model_dir: Path, index: str, message: str) -> None:
+    (model_dir / "model.safetensors").rename(model_dir / "weights.safetensors")
     (model_dir / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UnsupportedModel, match=message):
         make_runner(model_dir, [])

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from motet.cli.main import cli
 from motet.services.worker.engine.model_config import parse_model_config
 from motet.services.worker.engine.quantization_config import parse_quantization
-from motet.services.worker.engine.unsupported import UnsupportedModel
+from motet.shared.hf_config import UnsupportedModel
 from tests.services.worker.test_quantization import LinearOfRoundedRows, distances
 from tests.support_integers import to_8_bits
 from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
@@ -103,7 +103,7 @@ def test_biases_of_zero_from_old_gptq_programs_are_ignored_and_others_refused(tm
     make_runner(tmp_path / "model", [], kernels="cpu")
     tensors["model.layers.0.self_attn.o_proj.bias"][3] = 1.0
     save_file(tensors, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"does not imply, as model\.layers\.0\.self_attn\.o_proj\.bias"):
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.0\.self_attn\.o_proj\.bias is not zero"):
         make_runner(tmp_path / "model", [], kernels="cpu")
 
 

@@ -15,16 +15,17 @@ from motet.services.worker.assist import CpuAssist
 from motet.services.worker.engine.backend import BackendMissing, BackendOptions
 from motet.services.worker.engine.cores import on_cores, step_cores
 from motet.services.worker.engine.device_memory import DeviceMemory, reserve, weights_of
-from motet.services.worker.engine.loader import Makers, quantization_of
+from motet.services.worker.engine.loader import Makers
 from motet.services.worker.engine.merging import NO_ROOM
 from motet.services.worker.engine.model import RotaryEmbedding
-from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engine.model_config import quantization_of, read_model_config
 from motet.services.worker.engine.runner import ModelRunner
 from motet.services.worker.engine.step_batch import StepBatch
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.telemetry import logger
 
+PACKED_VERSION = 2  # of what is packed: matrices and their order
 _log = logger(__name__)
 
 
@@ -98,7 +99,7 @@ def _packed_file(engine: CpuEngine, options: BackendOptions, memory: DeviceMemor
     """The file of the packed weights. Its name depends on the checkpoint's files, the width and the kernels."""
     directory = options.model_dir
     files = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(directory.glob("*.safetensors"))]
-    facts = repr((files, options.quantization, memory.dtype, engine.path.name)).encode()
+    facts = repr((PACKED_VERSION, files, options.quantization, memory.dtype, engine.path.name)).encode()
     name = blake2b((directory / "config.json").read_bytes() + facts, digest_size=16).hexdigest()
     return Path(options.packed_weights_dir) / f"{name}.packed"
 
@@ -112,7 +113,7 @@ def _forward(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -
     pack = Packer(engine, None if quantization == "none" or stored else quantization, arena)
     # 8 bits also with int4: it is small, and its errors change tokens directly
     head = pack if quantization == "none" else Packer(engine, "int8", arena)
-    weights = weights_of(options, memory, Makers(pack.parts, head.parts, pack.whole))
+    weights = weights_of(options, memory, Makers(pack.parts, head.parts, pack.whole, reads=not arena.filled))
     if file is not None and not arena.filled:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
