@@ -35,7 +35,10 @@ The gateway also exposes, over all workers, the names that Kubernetes inference 
 `vllm:num_requests_running`, `vllm:kv_cache_usage_perc` and
 `vllm:lora_requests_info{{max_lora,running_lora_adapters,waiting_lora_adapters}}`, as the model-server protocol of the Gateway
 API inference extension defines it. There an adapter is *running* when it is resident on a device, and *waiting* when it is on
-no device and a request waits for it.
+no device and a request waits for it. `vllm:lora_adapter_loaded{{adapter_name,level,pinned,rank}}`,
+`vllm:num_gpu_loaded_lora_adapters`, `vllm:num_cpu_loaded_lora_adapters`, `vllm:max_gpu_lora_adapters` and the workers'
+`vllm:lora_adapter_load_seconds{{transition}}` have the names of vLLM's pull request 54830, which llm-d's router reads. Level
+`gpu` is a worker's device, also where that is a CPU; `cpu` is its host memory. At most 1,000 adapters are listed.
 
 `motet_adapter_workers{{adapter,tier}}` is the number of workers that hold an adapter, by its fastest tier there (device, host,
 disk). `motet_adapter_pins{{adapter}}` is the number of workers that it is pinned to. At most 100 adapters that had requests at

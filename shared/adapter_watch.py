@@ -37,7 +37,8 @@ def entry_key(name: str, tenant: str = SHARED) -> str:
 def ref_of(info: AdapterInfo) -> AdapterRef:
     """The version that a name points at, as messages and policies carry it."""
     entry, version = info.entry, info.version
-    return AdapterRef(name=entry.name, digest=entry.digest, rank=version.rank, size_bytes=version.size_bytes)
+    facts = {"rank": version.rank, "size_bytes": version.size_bytes, "version": entry.version}
+    return AdapterRef(name=entry.name, digest=entry.digest, **facts)
 
 
 class AdapterWatch:

@@ -101,6 +101,7 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: str
     rank: int  # the largest over its modules
     size_bytes: int
+    version: int = 0  # the name's number of this content, for people; 0: unknown
 
 
 class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -270,6 +271,8 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     blocks; "" for an engine that cannot."""
     kv_token_bytes: int = 0
     """KV bytes of one token, where blocks can be taken over."""
+    base_digest: str = ""
+    """Tells checkpoints apart (`shared.checkpoint_digest`)."""
     base_tensors: dict[str, TensorDigest] = {}
     """The base's `embed_tokens` and `lm_head`, for registries that have no checkpoint."""
     kernels: str = ""

@@ -23,6 +23,8 @@ from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
 from motet.shared.tenancy import qualified
 
 ADAPTERS_MAX = TENANTS_MAX = 100
+LOADED_MAX = 1000  # adapters listed as loaded, those on devices first
+LEVELS = {"device": "gpu", "host": "cpu"}  # vLLM's words for tiers, also where the device is a CPU
 _LABELS = ["adapter", "slo_class"]
 
 TTFT_S = Histogram(
@@ -197,11 +199,50 @@ class FleetCollector(Collector):
         names: dict[str, list[str]] = {}
         for info in adapters:
             names.setdefault(info.entry.digest, []).append(_name(info))
-        yield self._lora_info(workers, held, names)
+        capacity = self._capacity(workers, held)
+        yield self._lora_info(held, names, capacity)
+        pinned = {info.entry.digest for info in adapters if info.entry.pin is not None}
+        yield from self._loaded(held, names, pinned, capacity)
         yield self._resident(held, names, pinned={_name(info) for info in adapters if info.entry.pin is not None})
         yield self._pins(workers, adapters)
 
-    def _lora_info(self, workers: list[Known], views: list[Holdings], names: dict[str, list[str]]) -> Metric:
+    @staticmethod
+    def _capacity(workers: list[Known], views: list[Holdings]) -> int:
+        """How many adapters of the present average size fit on the devices."""
+        held = [resident for view in views for resident in view.adapters.values()]
+        capacity = sum(resident.tier == "device" for resident in held)
+        if mean_bytes := sum(resident.size_bytes for resident in held) // max(len(held), 1):
+            capacity += sum(known.adapter_bytes_free for known in workers) // mean_bytes
+        return max(capacity, len(workers))
+
+    def _loaded(self, views: list[Holdings], names: dict[str, list[str]], pinned: set[str], capacity: int) -> Iterator[Metric]:
+        """Which adapters are loaded, also idle ones: as vLLM's pull request 54830 names them and llm-d's router reads them."""
+        levels: dict[str, tuple[str, int]] = {}  # digest -> (level, rank)
+        for view in views:
+            for one in view.adapters.values():
+                if one.tier == "device" or (one.tier == "host" and one.digest not in levels):
+                    levels[one.digest] = (LEVELS[one.tier], one.rank)
+        counts = Tally(level for level, _ in levels.values())
+        for name, text, value in (
+            ("vllm:num_gpu_loaded_lora_adapters", "Adapters on a device.", counts["gpu"]),
+            ("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host memory of workers, on no device.", counts["cpu"]),
+            ("vllm:max_gpu_lora_adapters", "Adapters of the present average size that fit on the devices.", capacity),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+        family = GaugeMetricFamily(
+            "vllm:lora_adapter_loaded",
+            "1 for each name of a loaded adapter, with the fastest level that holds it.",
+            labels=["model_name", "adapter_name", "level", "pinned", "rank"],
+        )
+        shown = sorted(levels.items(), key=lambda item: (item[1][0] != "gpu", item[0]))[:LOADED_MAX]
+        for digest, (level, rank) in shown:
+            for name in names.get(digest, ()):
+                family.add_metric([self._model_name, name, level, str(digest in pinned).lower(), str(rank)], 1)
+        yield family
+
+    def _lora_info(self, views: list[Holdings], names: dict[str, list[str]], capacity: int) -> Metric:
         held = [resident for view in views for resident in view.adapters.values()]
         running = {resident.digest for resident in held if resident.tier == "device"}
         waiting = {
@@ -210,9 +251,6 @@ class FleetCollector(Collector):
             for brief in view.requests.values()
             if brief.adapter_digest and brief.phase != "running" and not view.on_device(brief.adapter_digest)
         }
-        capacity = sum(resident.tier == "device" for resident in held)
-        if mean_bytes := sum(resident.size_bytes for resident in held) // max(len(held), 1):
-            capacity += sum(known.adapter_bytes_free for known in workers) // mean_bytes
         family = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "Adapters on the device and adapters waited for; the value is the time of the scrape.",
@@ -222,7 +260,7 @@ class FleetCollector(Collector):
             ",".join(sorted(name for digest in digests for name in names.get(digest, [digest[:12]])))
             for digests in (running, waiting)
         ]
-        family.add_metric([str(max(capacity, len(workers))), *listed], unix_ms() / 1000)
+        family.add_metric([str(capacity), *listed], unix_ms() / 1000)
         return family
 
     def _resident(self, views: list[Holdings], names: dict[str, list[str]], pinned: set[str]) -> Metric:

@@ -119,7 +119,8 @@ class AdapterLoader:
         del self._loads[digest]
         self._copies[digest] = adapter
         metrics.ADAPTER_LOADS.labels(source).inc()
-        metrics.ADAPTER_LOAD_S.labels(source).observe(now_s() - began)
+        metrics.ADAPTER_LOAD_S.labels(source).observe(took_s := now_s() - began)
+        metrics.LORA_LOAD_S.labels("load").observe(took_s)
         self._decider.loaded(digest, adapter)
 
     # ---- files and the object store

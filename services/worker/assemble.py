@@ -24,6 +24,7 @@ from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.loader import resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, quantization_of, read_model_config
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
+from motet.shared.checkpoint_digest import checkpoint_digest
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.hf_config import UnsupportedModel
@@ -146,11 +147,9 @@ def assemble(
 
 def _kv_format(config: WorkerConfig, model_dir: Path, runner: Backend) -> str:
     """A digest of everything that the bytes of a KV block depend on besides its tokens, adapter and tenant."""
-    files = [(path.name, path.stat().st_size) for path in sorted(model_dir.glob("*.safetensors"))]
-    weights = files if config.engine.load_format == "auto" else config.engine.load_format
     types = str(runner.dtype), config.kv.kv_cache_dtype
-    facts = (weights, runner.numerics, *types, config.engine.quantization, config.kv.block_size)
-    return blake2b((model_dir / "config.json").read_bytes() + repr(facts).encode(), digest_size=16).hexdigest()
+    facts = (config.engine.load_format, runner.numerics, *types, config.engine.quantization, config.kv.block_size)
+    return blake2b((checkpoint_digest(model_dir) + repr(facts)).encode(), digest_size=16).hexdigest()
 
 
 def _copies(config: WorkerConfig, runner: Backend) -> Literal["stall", "wait", "bridged"]:

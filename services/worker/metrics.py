@@ -44,6 +44,13 @@ ADAPTER_LOAD_S = Histogram(
     buckets=LATENCY_BUCKETS_S,
     registry=REGISTRY,
 )
+LORA_LOAD_S = Histogram(
+    "vllm:lora_adapter_load_seconds",
+    "Time of a transition of an adapter: load (from disk or the object store to host memory), activate (to the device).",
+    ["transition"],
+    buckets=LATENCY_BUCKETS_S,
+    registry=REGISTRY,
+)
 ADAPTER_LOAD_FAILURES = Counter(
     "motet_worker_adapter_load_failures", "Adapter loads into host memory that failed.", registry=REGISTRY
 )

@@ -47,6 +47,7 @@ from motet.services.worker.state import START_PERF, WorkerView
 from motet.shared import subjects
 from motet.shared.base_tensors import base_tensors
 from motet.shared.bus import Bus
+from motet.shared.checkpoint_digest import checkpoint_digest
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
@@ -160,14 +161,20 @@ class WorkerService:
     async def _start(self, bus: Bus) -> None:
         config = self.config
         self._exit.push_async_callback(self.engine.stop)
-        _, tensors = await asyncio.gather(self.engine.start(), asyncio.to_thread(base_tensors, self._model_dir))
+        _, tensors, digest = await asyncio.gather(
+            self.engine.start(),
+            asyncio.to_thread(base_tensors, self._model_dir),
+            asyncio.to_thread(checkpoint_digest, self._model_dir),
+        )
         if config.engine.engine == "vllm":
             from motet.services.worker.vllm_engine.assemble import VllmEngine, assembly_of
 
             assert isinstance(self.engine, VllmEngine), "it was made a moment ago"
             self.assembly = assembly_of(config, self.engine)
         serves = self.engine.capabilities.serves
-        limits = msgspec.structs.replace(self.assembly.limits, capabilities=tuple(sorted(serves)), base_tensors=tensors)
+        limits = msgspec.structs.replace(
+            self.assembly.limits, capabilities=tuple(sorted(serves)), base_digest=digest, base_tensors=tensors
+        )
         self._acceptable = admission.Acceptable(
             base_model=limits.base_model,
             vocab_size=self.assembly.vocab_size,
@@ -460,6 +467,8 @@ class WorkerService:
         for change in output.residency:
             if change.tier is None:
                 metrics.ADAPTER_EVICTIONS.labels("device").inc()
+            elif change.took_s:
+                metrics.LORA_LOAD_S.labels("activate").observe(change.took_s)
         metrics.ADAPTERS_RESIDENT.labels("device").set(self.core.on_device)
         metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_most)
 

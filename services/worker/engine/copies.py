@@ -18,6 +18,7 @@ from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.backend import Backend
 from motet.services.worker.engine.request import CopyStats, ResidencyChange
 from motet.services.worker.engine.seats import LiveSequence
+from motet.shared.clock import now_s
 from motet.shared.model import PerfModel, Residency
 
 PAUSE_S = (0.0002, 0.02)  # shortest and longest pause while every request waits for a copy
@@ -36,10 +37,12 @@ class DeviceAdapters:
         self.arrived = 0  # copies that became whole
         self._slots, self._runner, self._perf = slots, runner, perf
         self._weights: dict[str, HostAdapter] = {}  # of the copies under way
+        self._began_s: dict[str, float] = {}  # the same copies
         self._told: tuple[int, dict[str, int], dict[str, int]] = (0, {}, {})  # what the last CopyStats counted up to
 
     def begin(self, slot: int, adapter: HostAdapter) -> None:
         """Copy an adapter into a slot. Raises what the backend raises when it cannot take the weights."""
+        self._began_s[adapter.digest] = now_s()
         self._runner.begin_load(slot, adapter)
         self._weights[adapter.digest] = adapter
         if not self.beside:
@@ -51,12 +54,13 @@ class DeviceAdapters:
         adapter.rest()
         self.arrived += 1
         self.resident[digest] = Residency(digest, adapter.rank, self._slots.size_bytes(digest), "device")
-        self.changes.append(ResidencyChange(digest, "device"))
+        self.changes.append(ResidencyChange(digest, "device", now_s() - self._began_s.pop(digest)))
 
     def left(self, digest: str, slot: int) -> None:
         """The adapter has left the device: free its slot, also during a copy."""
         self._runner.free_adapter(slot)
         self._weights.pop(digest, None)
+        self._began_s.pop(digest, None)
         if self.resident.pop(digest, None) is not None:
             self.changes.append(ResidencyChange(digest, None))
 

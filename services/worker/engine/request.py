@@ -76,10 +76,11 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class ResidencyChange:
-    """An adapter version came to the device (`tier` "device") or left it (`tier` None)."""
+    """An adapter version came to the device (`tier` "device"; its copy took `took_s`, 0: unknown) or left it (`tier` None)."""
 
     digest: str
     tier: Tier | None
+    took_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -184,6 +184,14 @@ async def test_kubernetes_gateways_find_the_names_they_scrape(mesh: Mesh, http: 
     assert info, text
     assert int(info[1]) > 1
     assert float(info[2]) > 1.7e9
+    loaded = set(re.findall(r"^vllm:lora_adapter_loaded\{(.*)\} 1.0$", text, re.MULTILINE))
+    assert loaded == {
+        'adapter_name="upper",level="gpu",model_name="demo",pinned="false",rank="8"',
+        'adapter_name="lower",level="cpu",model_name="demo",pinned="false",rank="8"',
+    }
+    assert value(text, f"vllm:num_gpu_loaded_lora_adapters{labels}") == 1
+    assert value(text, f"vllm:num_cpu_loaded_lora_adapters{labels}") == 1
+    assert value(text, f"vllm:max_gpu_lora_adapters{labels}") == int(info[1])
 
 
 async def test_an_adapter_is_listed_by_every_name_that_requests_use(mesh: Mesh, http: aiohttp.ClientSession) -> None:
