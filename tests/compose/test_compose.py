@@ -189,8 +189,8 @@ def test_the_rule_tests_expect_the_texts_of_the_rules():
     checks = [one for case in cases for one in case["alert_rule_test"]]
     expected = [(one["alertname"], alert["exp_annotations"]) for one in checks for alert in one["exp_alerts"]]
     assert len(expected) >= 6
-    for name, annotations in expected:
-        for kind, text in annotations.items():
+    for name, expected_texts in expected:
+        for kind, text in expected_texts.items():
             assert "{{" in texts[name][kind] or texts[name][kind] == text, (name, kind)
 
 
