@@ -102,6 +102,17 @@ def load_tokenizer(model_dir: Path, texts: Mapping[str, str] | None = None) -> M
     return ModelTokenizer(backend, {name: str(token) for name, token in declared.named.items()})
 
 
+def end_token(model_dir: Path) -> int | None:
+    """The id of the tokenizer's eos_token; None where no file names one or there is no tokenizer. Raises UnusableFile.
+
+    vLLM ends an answer there, besides the end tokens of generation_config.json or config.json.
+    """
+    texts = read_texts(model_dir)
+    if "eos_token" not in special_tokens(texts) or not (model_dir / "tokenizer.json").is_file():
+        return None
+    return load_tokenizer(model_dir, texts).id_of("eos_token")
+
+
 class _Declared(NamedTuple):
     """What the files declare, in transformers' order."""
 

@@ -29,6 +29,7 @@ from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.model import SamplingParams, WorkerLimits
+from motet.shared.tokenizer import UnusableFile, end_token
 
 GPU_SHARE = 0.9  # of what is free before loading; the rest is left to activations, logits and CUDA itself
 WARM_UP_PROMPTS = (1, 8, 32)  # lengths in tokens; the first is the cold process's
@@ -95,8 +96,10 @@ def assemble(
                 loaded=loaded,
             )
         )
-    except UnsupportedModel as error:
+        end = end_token(model_dir)
+    except (UnsupportedModel, UnusableFile) as error:
         raise ConfigError(f"--model: {error}") from None
+    ends = () if end is None or end >= model.vocab_size else (end,)  # a token without an embedding is never drawn
     _check_copies(config, runner, link_bytes_per_s)
     max_model_len = min(config.batch.max_model_len or model.max_model_len, kv_blocks * config.kv.block_size)
     engine = Engine(
@@ -115,6 +118,7 @@ def assemble(
         ),
         perf=lambda: times.model,
         cold_start=config.cold.cold_start,
+        ends=ends,
     )
     limits = WorkerLimits(
         base_model=config.base.name,
@@ -142,7 +146,7 @@ def assemble(
     def parse_adapter(path: Path, digest: str) -> HostAdapter:
         return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
 
-    return Assembly(engine, limits, model.vocab_size, frozenset(model.eos_token_ids), parse_adapter)
+    return Assembly(engine, limits, model.vocab_size, frozenset({*model.eos_token_ids, *ends}), parse_adapter)
 
 
 def _kv_format(config: WorkerConfig, model_dir: Path, runner: Backend) -> str:

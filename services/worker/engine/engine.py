@@ -48,7 +48,8 @@ class Engine:
     """One model, many sequences. It owns KV accounting, adapter slots, queues and sampling state; the backend owns the tensors.
 
     `perf` returns the present estimate of step times. `cold_start` forces one way to start requests whose adapter is being
-    copied. `merge` has the constants of merging, for a backend that can merge.
+    copied. `merge` has the constants of merging, for a backend that can merge. `ends` are tokens that end an answer besides those
+    that the checkpoint's configuration names.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class Engine:
         perf: Callable[[], PerfModel] = lambda: START_PERF,
         cold_start: Forced = "auto",
         merge: MergeConfig = MERGE,
+        ends: Collection[int] = (),
     ) -> None:
         self.limits = limits
         self._runner = runner
         self._vocab_size: int = runner.config.vocab_size
-        self._eos = frozenset(runner.config.eos_token_ids)
+        self._eos = frozenset(runner.config.eos_token_ids).union(ends)
         # The KV cache may be smaller than the model's context: a sequence alone in it must fit.
         model_len = limits.max_model_len or runner.config.max_model_len
         self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
