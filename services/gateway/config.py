@@ -102,7 +102,8 @@ class AnswersConfig(Config, frozen=True, kw_only=True):
         Meta(
             description="chat template used instead of the model's own: the name of one that the model brings, chatml or"
             " llama3 (shipped), a file, or the Jinja text itself; empty: the model's `default`, and `tool_use` for requests"
-            " with tools"
+            " with tools",
+            extra=COMMON,
         ),
     ] = ""
     tool_call_parser: Annotated[

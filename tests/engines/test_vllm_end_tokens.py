@@ -35,7 +35,7 @@ def test_the_tokens_that_end_an_answer_are_those_of_vllm(
     asked = SamplingParams()
     asked.update_from_generation_config(model.try_get_generation_config(), tokenizer.eos_token_id)
     expected = {*asked.stop_token_ids, asked.eos_token_id} - {None}
-    unread = {configured} - {None} if not generation else set()  # config.json is Motet's fallback where the other names no token
+    unread = {configured} - {None} if not generation else set()  # Motet falls back to config.json
     assert _ends(model, tokenizer) == expected | unread
 
 

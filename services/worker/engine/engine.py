@@ -48,8 +48,8 @@ class Engine:
     """One model, many sequences. It owns KV accounting, adapter slots, queues and sampling state; the backend owns the tensors.
 
     `perf` returns the present estimate of step times. `cold_start` forces one way to start requests whose adapter is being
-    copied. `merge` has the constants of merging, for a backend that can merge. `ends` are tokens that end an answer besides those
-    that the checkpoint's configuration names.
+    copied. `merge` has the constants of merging, for a backend that can merge. `ends`: tokens that end an answer besides
+    those of the checkpoint's configuration.
     """
 
     def __init__(
