@@ -89,12 +89,13 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
         progress.line("draining; Ctrl-C again to stop at once")
         return 0
     except (ConfigError, NatsStartError, StartFailed) as error:
+        progress.silent = True
         progress.line(f"motet up: {error}")
         return 1
     finally:
         control.stop()
         await stack.stop()
-        if stack.children:
+        if not progress.silent:
             progress.line("stopped")
 
 
