@@ -63,7 +63,7 @@ def main() -> int:
             rows.append((mistake.name, "yes" if not trouble else f"NO: {trouble}", _short(said)))
             if trouble:
                 wrong.append(f"{mistake.name}: {trouble}\n{said.text}")
-    print(table(("mistake", "explained", "what it says"), rows))
+    print(table("Mistakes", ("mistake", "explained", "what it says"), rows))
     print("\n".join(wrong), file=sys.stderr)
     figures = {
         "mistakes_explained": explained,
