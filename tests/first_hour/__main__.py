@@ -16,7 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.report import table
 from motet.shared.clock import now_s
 from tests.first_hour.mistakes import MISTAKES, Said, problem
 from tests.first_hour.newcomer import Newcomer
@@ -55,18 +54,20 @@ def main() -> int:
         if text != (expected := expected_answer(person.home / "examples/demo/model", own)):
             wrong.append(f"the own adapter answered {text!r}, with PEFT it answers {expected!r}")
 
-        rows, explained = [], 0
+        rows: list[tuple[str, str, str]] = []
         for mistake in MISTAKES:
             said = mistake.make(person)
             trouble = problem(mistake, said)
-            explained += not trouble
-            rows.append((mistake.name, "yes" if not trouble else f"NO: {trouble}", _short(said)))
+            rows.append((mistake.name, "no" if trouble else "yes", _short(said)))
             if trouble:
                 wrong.append(f"{mistake.name}: {trouble}\n{said.text}")
-    print(table("Mistakes", ("mistake", "explained", "what it says"), rows))
-    print("\n".join(wrong), file=sys.stderr)
+    print(f"\n{'mistake':<40} {'explained':<10} what it says")
+    for name, explained, says in rows:
+        print(f"{name:<40} {explained:<10} {says}")
+    sys.stdout.flush()
+    print("\n".join(wrong), file=sys.stderr, flush=True)
     figures = {
-        "mistakes_explained": explained,
+        "mistakes_explained": sum(explained == "yes" for _, explained, _ in rows),
         "mistakes": len(MISTAKES),
         "seconds_to_first_answer": round(first_answer_s, 1),
         "seconds_to_own_adapter": round(answered_s, 1),
