@@ -166,7 +166,7 @@ class AdapterWatch:
             self._following.discard(owned)
         elif key.startswith(VERSION):
             gone = self._versions.pop(key.removeprefix(VERSION), None)
-        elif key == REFUSED:
+        elif key == REFUSED and self.refused != RefusedAdapters():
             gone, self.refused = self.refused, RefusedAdapters()
         if gone is not None:
             self._changed()

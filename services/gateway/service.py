@@ -131,7 +131,7 @@ class GatewayService:
             reasons.append("no connection to NATS")
         elif not self.fleet.workers():
             reasons.append(self.fleet.why_none_serves())
-        return reasons
+        return reasons + self.bus.troubles()
 
     def failure(self) -> str:
         return self.bus.lost if self._started else ""
