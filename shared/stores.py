@@ -66,7 +66,7 @@ class Stores:
     def _failed(self, stream: str) -> None:
         BUS_STORE_FAILURES.labels(stream).inc()
         failing = self._failing.get(stream)
-        if failing is None or now_s() - failing.last_s > FORGOTTEN_S:
+        if failing is None or now_s() - failing.last_s >= FORGOTTEN_S:
             failing = self._failing[stream] = _Failing(0, now_s(), 0.0)
         failing.count, failing.last_s = failing.count + 1, now_s()
         if stream in self.unwritable():
