@@ -131,6 +131,8 @@ class GatewayService:
             reasons.append("no connection to NATS")
         elif not self.fleet.workers():
             reasons.append(self.fleet.why_none_serves())
+        if trouble := self.keys.trouble():
+            reasons.append(trouble)
         return reasons + self.bus.troubles()
 
     def failure(self) -> str:
