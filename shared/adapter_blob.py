@@ -8,6 +8,7 @@ One tensor per adapted module, named by the module, in the order of `shared.mode
               shapes = JSON {module: [in, out]}
               ranks  = JSON {module: [rank of each layer]}       0: the layer is not adapted
               scales = JSON {module: [scale of each layer]}      alpha/r or alpha/sqrt(r); 0 with rank 0
+              chat   = digest of what it brings for chats        absent for nothing
 
 Ranks up to the next multiple of 8 and layers without an adapter are zero. A row contains the part of a page that one layer
 needs. Pages equal those of a device pool (`kernels/pool.py`): a mapped blob of the engine's type is a pool of one slot. A
@@ -129,8 +130,11 @@ def data_bytes(modules: Mapping[str, tuple[int, int, int]], *, dtype: str, layer
     return rows * layers * DTYPE_BYTES[dtype]
 
 
-def write_blob(pairs: Pairs, *, dtype: str, layers: int) -> bytes:
-    """The blob of an adapter for a base of `layers` layers. The matrices of a module may differ in rank only."""
+def write_blob(pairs: Pairs, *, dtype: str, layers: int, chat: str = "") -> bytes:
+    """The blob of an adapter for a base of `layers` layers. The matrices of a module may differ in rank only.
+
+    `chat`: the digest of what it brings for chats, so that another chat template is another version.
+    """
     header: dict[str, object] = {}
     shapes: dict[str, tuple[int, int]] = {}
     ranks: dict[str, list[int]] = {}
@@ -156,6 +160,8 @@ def write_blob(pairs: Pairs, *, dtype: str, layers: int) -> bytes:
         at += packed.nbytes
     told = {"shapes": shapes, "ranks": ranks, "scales": scales}
     metadata = {"format": FORMAT} | {name: msgspec.json.encode(value).decode() for name, value in told.items()}
+    if chat:
+        metadata["chat"] = chat
     text = msgspec.json.encode({"__metadata__": metadata} | header)
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return b"".join([len(text).to_bytes(8, "little"), text, *(packed.data.cast("B") for packed in tensors)])

@@ -8,11 +8,12 @@ A name refers to the tenant's own adapter of that name, if there is one, else to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from motet.shared import subjects
+from motet.shared.adapter_chat import AdapterChat
 from motet.shared.bus import Bus
 from motet.shared.kv_watch import KvWatch
 from motet.shared.messages import AdapterInfo
@@ -23,9 +24,10 @@ from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED
 
 log = logger("motet.cli.adapters")
-NAME, PRIVATE, VERSION = "name.", "private.", "version."
+NAME, PRIVATE, VERSION, CHAT = "name.", "private.", "version.", "chat."
 _entry = msgspec.json.Decoder(AdapterEntry)
 _version = msgspec.json.Decoder(AdapterVersion)
+_chat = msgspec.json.Decoder(AdapterChat)
 _refused = msgspec.json.Decoder(RefusedAdapters)
 
 
@@ -56,6 +58,7 @@ class AdapterWatch:
         self._following: set[tuple[str, str]] = set()  # of the entries, aliases that follow their target
         self.refused = RefusedAdapters()
         """The adapters of --adapters-dir that are not served, and why."""
+        self._chats: dict[str, bytes] = {}  # by digest, as stored; most adapters of a base share a few
         self._started = False
         self._watch = KvWatch(
             bus, subjects.KV_ADAPTERS, ">", on_put=self._put, on_delete=self._delete, on_synced=self._reconcile
@@ -89,6 +92,16 @@ class AdapterWatch:
     def by_digest(self, digest: str) -> AdapterVersion | None:
         """The version with this content digest. A replaced version without a name is found until nothing uses it."""
         return self._versions.get(digest)
+
+    def chat(self, digest: str) -> AdapterChat | None:
+        """What adapters with this `AdapterVersion.chat` bring for chats."""
+        stored = self._chats.get(digest)
+        return None if stored is None else _chat.decode(stored)
+
+    @property
+    def chats(self) -> Collection[str]:
+        """The digests of everything that adapters bring for chats."""
+        return self._chats.keys()
 
     @property
     def digests(self) -> Mapping[str, AdapterVersion]:
@@ -148,6 +161,9 @@ class AdapterWatch:
                 version = _version.decode(value)
                 changed = self._versions.get(version.digest) != version
                 self._versions[key.removeprefix(VERSION)] = version
+            elif key.startswith(CHAT):
+                _chat.decode(value)
+                changed, self._chats[key.removeprefix(CHAT)] = False, value
             elif key == REFUSED:
                 changed, self.refused = True, _refused.decode(value)
             else:
@@ -166,7 +182,9 @@ class AdapterWatch:
             self._following.discard(owned)
         elif key.startswith(VERSION):
             gone = self._versions.pop(key.removeprefix(VERSION), None)
-        elif key == REFUSED and self.refused != RefusedAdapters():
+        elif key.startswith(CHAT):
+            self._chats.pop(key.removeprefix(CHAT), None)
+        elif key == REFUSED:
             gone, self.refused = self.refused, RefusedAdapters()
         if gone is not None:
             self._changed()

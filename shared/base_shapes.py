@@ -24,6 +24,7 @@ class BaseShapes(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     model_type: str = ""  # as config.json names it
+    vocab_size: int = 0  # rows of the embeddings; 0 for unknown
 
     def linear(self, module: str) -> tuple[int, int]:
         """(in, out) features of one of `shared.model.MODULES`."""
@@ -68,6 +69,7 @@ def shapes_of(config: Mapping[str, Any]) -> BaseShapes:
         kv_heads=kv_heads,
         head_dim=size_in(found, "head_dim", default=hidden // heads),
         model_type=str(config.get("model_type", "")),
+        vocab_size=size_in(found, "vocab_size", default=0),
     )
 
 

@@ -70,6 +70,7 @@ class ChatTemplate:
             raise UnusableFile(f"{where} does not compile: line {error.lineno}: {error.message}") from None
         except (jinja2.TemplateError, RecursionError) as error:
             raise UnusableFile(f"{where} does not compile: {error}") from None
+        self.source = source
         self._special = dict(special)
         self._names_developer = any(quoted in source for quoted in ("'developer'", '"developer"'))
 
@@ -237,7 +238,7 @@ def _cut(text: str, final: str) -> str:
     return text[:end] if text.startswith(_CUT, end) else text[:end].rstrip()
 
 
-class _Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's tokens for training; when serving its body is just text."""
 
     tags = {"generation"}
@@ -268,7 +269,7 @@ def _strftime_now(form: str) -> str:
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

@@ -480,6 +480,7 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     replace: bool = False
     tenant: str = ""  # the only tenant that may see and use it; "" is shared by all
     actor: str = ""  # who asked, for the audit log: an API key's id
+    chat: bool = True  # also take what it brings for chats
     v: int = VERSION
 
 

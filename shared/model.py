@@ -116,6 +116,7 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     size_bytes: int  # of the blob
     source: str  # where it came from, for people
     created_unix_ms: int
+    chat: str = ""  # the digest of what it brings for chats (`shared.adapter_chat`); "" for nothing
 
 
 EVERY_WORKER = "*"

@@ -187,6 +187,48 @@ class _Corpus:
             fields = json.loads(self.config) | {key: value}
             yield name, json.dumps(fields).encode(), reason
 
+    # ---- what it brings for chats
+
+    def chats(self) -> Iterator[tuple[str, dict[str, bytes], str]]:
+        """Other files beside the good ones. Templates that are safe until a conversation comes are not refused here."""
+        forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        templates = [
+            ("endless", forever, "more time or memory"),
+            ("huge-range", "{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+            ("huge-number", "{{ 9 ** (9 ** 9) }}", "more time or memory"),
+            (
+                "doubling",
+                "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+                "memory",
+            ),
+            ("huge-list", "{% set a = [0] * 999999999 %}", "time or memory"),
+            ("huge-source", "{# " + "x" * 100_000 + " #}", "the limit is"),
+            ("class", "{{ ''.__class__.__mro__ }}", "reads the attribute '__"),
+            ("globals", "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "reads the attribute '__"),
+            ("format-trick", "{{ '{0.__class__.__mro__}'.format('') }}", "not safe"),
+            ("include", "{% include '/etc/passwd' %}", "not safe"),
+            ("recursion", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "not safe"),
+            ("nested", "{% if 1 %}" * 500 + "{% endif %}" * 500, "does not compile"),
+            ("broken", "{% for %}", "does not compile"),
+        ]
+        for name, source, reason in templates:
+            yield f"chat-{name}", {"chat_template.jinja": source.encode()}, reason
+        settings: list[tuple[str, dict[str, Any], str]] = [
+            ("template-number", {"chat_template": 7}, "chat_template"),
+            ("token-beyond-the-base", {"added_tokens_decoder": {"9999999": {"content": "<new>"}}}, "the token '<new>'"),
+            ("tokens-list", {"added_tokens_decoder": [1]}, "added_tokens_decoder"),
+            ("token-object", {"eos_token": {"a": 1}}, "eos_token"),
+        ]
+        for name, value, reason in settings:
+            yield f"chat-{name}", {"tokenizer_config.json": json.dumps(value).encode()}, reason
+        yield "chat-config-not-json", {"tokenizer_config.json": b"{"}, "no JSON"
+        yield "chat-not-utf8", {"chat_template.jinja": b"\xff\xfe"}, "not UTF-8"
+        yield "chat-config-deep", {"tokenizer_config.json": b"[" * 100_000}, "tokenizer_config.json"
+        generation = {"temperature": -1, "top_p": 2, "repetition_penalty": 0}
+        for key, value in (generation | {"eos_token_id": -1}).items():
+            yield f"chat-{key}", {"generation_config.json": json.dumps({key: value}).encode()}, key
+        yield "chat-eos-beyond-the-base", {"generation_config.json": b'{"eos_token_id": [1, 9999999]}'}, "eos_token_id 9999999"
+
     # ---- adapter_model.safetensors
 
     def header(self, **tensors: Mapping[str, Any]) -> bytes:
@@ -388,13 +430,27 @@ def zeros_first(packed: bytes) -> bytes:
     return packed.rstrip(b"\0")
 
 
-def malformed(shapes: BaseShapes = TINY, *, max_adapter_bytes: int = 8 * MIB) -> Iterator[Malformed]:
-    """Every archive that must be refused by a registry for a base model of `shapes` with this `--max-adapter-bytes`."""
+def malformed_chats(shapes: BaseShapes = TINY) -> Iterator[tuple[str, dict[str, bytes], str]]:
+    """(name, files beside the weights, reason) of every chat template and tokenizer that must be refused."""
+    return _Corpus(shapes, 8 * MIB).chats()
+
+
+def malformed(shapes: BaseShapes = TINY, *, max_adapter_bytes: int = 8 * MIB, chats: bool = False) -> Iterator[Malformed]:
+    """Every archive that must be refused by a registry for a base model of `shapes` with this `--max-adapter-bytes`.
+
+    `chats`: also those of `malformed_chats`, each of which needs a process.
+    """
     corpus = _Corpus(shapes, max_adapter_bytes)
     for name, config, reason in corpus.configs():
         yield Malformed(name, lambda c=config: tar_of(corpus.good | {CONFIG: c}), reason)
     for name, weights, reason in corpus.weight_files():
         yield Malformed(name, lambda w=weights: tar_of(corpus.good | {WEIGHTS: w}), reason)
+    huge = {"tokenizer_config.json": b" " * (9 * MIB)}
+    yield Malformed("chat-huge-file", lambda: tar_of(corpus.good | huge), "have more than")
+    many = {f"additional_chat_templates/{n}.jinja": b"x" for n in range(20)}
+    yield Malformed("chat-many-files", lambda: tar_of(corpus.good | many), "more than 16 text files")
+    for name, files, reason in corpus.chats() if chats else ():
+        yield Malformed(name, lambda f=files: tar_of(corpus.good | f), reason)
     for name, make, reason in corpus.archives():
         yield Malformed(name, make, reason)
 

@@ -17,6 +17,8 @@ from rich.table import Table
 from motet.cli.client import Client
 from motet.cli.status import refused_lines
 from motet.cli.talk import connection, print_json, terminal
+from motet.shared.adapter_chat import is_text_file
+from motet.shared.tokenizer import TEMPLATES_DIR
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 REFUSED_LISTED = 1000
@@ -81,8 +83,12 @@ def show(name: str, url: str, as_json: bool) -> None:
     if card.get("alias_of"):
         card["alias_of"] = f"{card['alias_of']} ({_follows(card)})"
     card.pop("follows", None)
-    for key, value in card.items():
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+    chat = card.pop("chat") or {}
+    for name, source in chat.pop("templates", {}).items():
+        chat[f"chat_template {name}"] = f"{len(source)} characters"
+    for key, value in (card | chat).items():
+        many = value if isinstance(value, list) else [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else None
+        shown = ", ".join(map(str, many)) if many is not None else value
         click.echo(f"{key:<14} {'' if shown is None else shown}")
 
 
@@ -91,6 +97,7 @@ def show(name: str, url: str, as_json: bool) -> None:
 @as_json_option
 @click.option("--replace", is_flag=True, help="If the name exists, add this as its new version.")
 @click.option("--on-server", is_flag=True, help="SOURCE is a path on the registry's machine, below one of its --adapter-roots.")
+@click.option("--chat/--no-chat", default=True, help="Also take the chat template, special tokens and generation defaults.")
 @_of_tenant("Tenant that the adapter will belong to; empty: shared by all.")
 @click.argument("name")
 @click.argument("source")
@@ -106,16 +113,17 @@ def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
       motet adapters add summaries ./out/checkpoint-1200 --replace
     """
 
-    replace, on_server, tenant = how["replace"], how["on_server"], how["tenant"]
+    replace, on_server, tenant, chat = how["replace"], how["on_server"], how["tenant"], how["chat"]
 
     async def send(client: Client) -> Any:
         path = Path(source).expanduser()
         if on_server or (not path.exists() and HUB_ID.fullmatch(source)):
             body = {"name": name, "path" if on_server else "hub_id": source, "replace": replace, "tenant": tenant}
+            body["chat"] = chat
             return await client.call("POST", "/v1/adapters", json=body)
         if not path.exists():
             raise click.UsageError(f"{source} is neither a file or directory here nor a Hugging Face id")
-        return await upload(client, name, path, replace=replace, tenant=tenant)
+        return await upload(client, name, path, replace=replace, tenant=tenant, chat=chat)
 
     card = _ask(url, send)
     if as_json:
@@ -215,9 +223,11 @@ def unpin(name: str, tenant: str | None, url: str) -> None:
     click.echo(f"unpinned {name}")
 
 
-async def upload(client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None) -> Any:
+async def upload(
+    client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None, chat: bool = True
+) -> Any:
     """Upload a PEFT directory or an archive of one; the registered adapter's card. Raises ApiError."""
-    form = {"name": name, "replace": "true" if replace else "false"} | _params(tenant)
+    form = {"name": name, "replace": str(replace).lower(), "chat": str(chat).lower()} | _params(tenant)
     archive: dict[str, Any]
     if path.is_dir():
         archive = {"file": (f"{path.name}.tar", pack(path), "application/x-tar")}
@@ -235,6 +245,10 @@ def pack(directory: Path) -> io.BytesIO:
             if not (directory / name).is_file():
                 raise click.UsageError(f"{directory} has no {name}, so it is not a PEFT adapter")
             archive.add(directory / name, arcname=name)
+        for path in sorted([*directory.iterdir(), *directory.glob(f"{TEMPLATES_DIR}/*.jinja")]):
+            name = path.relative_to(directory).as_posix()
+            if is_text_file(name) and path.is_file():
+                archive.add(path, arcname=name)
     packed.seek(0)
     return packed
 

@@ -80,6 +80,9 @@ class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ) = None
     pin_version: Annotated[bool, Meta(description="with alias_of: keep the version that the other name means now")] = False
     replace: Annotated[bool, Meta(description="take over a name in use; running requests finish on the old version")] = False
+    chat: Annotated[
+        bool, Meta(description="also take the chat template, special tokens and generation defaults that it brings")
+    ] = True
     tenant: (
         Annotated[str, Meta(description="whose it becomes, empty for all; by default the key's tenant, for an admin key all")]
         | None
@@ -154,7 +157,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         info = gateway.adapters.resolve(name, _seen_as(caller, tenant))
         if info is None:
             raise AdapterNotFound(f"there is no adapter {name!r}.{refusal(name, gateway.adapters)}", param="name")
-        return json_answer(_resource(gateway, info))
+        return json_answer(_resource(gateway, info) | {"chat": _chat(gateway, info)})
 
     @api.post("/v1/adapters")
     async def add_adapter(request: Request) -> Response:
@@ -264,7 +267,7 @@ class _Registry:
             raise BadRequest("pin_version: only an alias follows another name's versions", param="pin_version")
         if kind != "alias":
             source = _Source(kind, location, "path" if kind == "path" else "hub_id")
-            return await self.register(asked.name, source, caller, replace=asked.replace, tenant=asked.tenant)
+            return await self.register(asked.name, source, caller, replace=asked.replace, tenant=asked.tenant, chat=asked.chat)
         self.check_name(asked.name, "name")
         if not is_adapter_name(location):
             raise AdapterNotFound(f"there is no adapter {location!r}", param="alias_of")
@@ -275,7 +278,7 @@ class _Registry:
         return await self._put("alias", message, CHANGE_TIMEOUT_S)
 
     async def register(
-        self, name: str, source: _Source, caller: Caller, *, replace: bool, tenant: str | None = None
+        self, name: str, source: _Source, caller: Caller, *, replace: bool, tenant: str | None = None, chat: bool = True
     ) -> AdapterInfo:
         """Register an adapter. An error about its location names the field that the client used."""
         if source.kind in ("path", "any"):  # the server's directories may contain adapters of several tenants
@@ -284,7 +287,13 @@ class _Registry:
         self.check_name(name, "name")
         one_line(source.location, source.param)
         message = RegisterAdapter(
-            name=name, kind=source.kind, location=source.location, replace=replace, tenant=owner, actor=caller.key_id
+            name=name,
+            kind=source.kind,
+            location=source.location,
+            replace=replace,
+            tenant=owner,
+            actor=caller.key_id,
+            chat=chat,
         )
         try:
             return await self._put("register", message, REGISTER_TIMEOUT_S)
@@ -419,15 +428,19 @@ async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> Ad
         file = form.get("file")
         if not isinstance(file, UploadFile):
             raise BadRequest("expected the archive as a file in the form field `file`", param="file")
-        if replace not in ("true", "false"):
-            raise BadRequest(f"replace: expected true or false, got {replace!r}", param="replace")
+        chat = _text(form, "chat", "true")
+        for field, value in (("replace", replace), ("chat", chat)):
+            if value not in ("true", "false"):
+                raise BadRequest(f"{field}: expected true or false, got {value!r}", param=field)
         registry.check_name(name, "name")
         store = await Objects.open(gateway.bus, subjects.UPLOADS)
         key = secrets.token_hex(16)
         try:
             await _put(store, key, file)
             source = _Source("upload", key, "file")
-            return await registry.register(name, source, caller_of(request), replace=replace == "true", tenant=tenant)
+            return await registry.register(
+                name, source, caller_of(request), replace=replace == "true", tenant=tenant, chat=chat == "true"
+            )
         finally:
             with contextlib.suppress(MotetError):  # the store's own expiry removes it then
                 await store.delete(key)
@@ -515,8 +528,22 @@ def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
         "updated": entry.updated_unix_ms // 1000,
         "resident": gateway.fleet.tiers(entry.digest),
         "left_out": list(entry.left_out),
+        "chat": None,
         "pinned_to": list(entry.pin.workers) if entry.pin is not None else [],
         "placed_on": gateway.placements.workers(entry.digest),
+    }
+
+
+def _chat(gateway: Gateway, info: AdapterInfo) -> dict[str, Any] | None:
+    """What an adapter brings for chats; None for nothing."""
+    chat = gateway.adapters.chat(info.version.chat)
+    if chat is None:
+        return None
+    return {
+        "templates": {name: template.source for name, template in chat.templates.items()},
+        "special_tokens": chat.special,
+        "generation": {name: value for name, value in msgspec.structs.asdict(chat.generation).items() if value is not None},
+        "eos_token_ids": list(chat.eos_token_ids),
     }
 
 

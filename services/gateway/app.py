@@ -179,17 +179,20 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         asked = protocol.parse_tokenize(await read_body(request, MAX_BODY_BYTES))
-        gateway.planner.adapter(asked.model, request.state.tenant)
+        adapter = gateway.planner.adapter(asked.model, request.state.tenant)
         prompts, special = gateway.prompts, asked.add_special_tokens
         if asked.messages is not None:
             if images := conversation.take_images(asked.messages):  # only an engine knows how many tokens they are
                 raise BadRequest(f"{images[0].param}: images are not counted", param=images[0].param)
+            tools = bool((asked.chat_template_kwargs or {}).get("tools"))
+            profile = gateway.planner.profile(adapter)
             tokens = await prompts.chat(
                 asked.messages,
                 add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
                 continue_final_message=asked.continue_final_message,
                 add_special_tokens=bool(special),
                 variables=asked.chat_template_kwargs,
+                template=gateway.planner.template(profile, request.state.tenant, tools=tools),
                 counting=True,
             )
         else:

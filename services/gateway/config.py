@@ -106,6 +106,13 @@ class AnswersConfig(Config, frozen=True, kw_only=True):
             extra=COMMON,
         ),
     ] = ""
+    adapter_chats: Annotated[
+        bool,
+        Meta(
+            description="use the chat templates, special tokens and generation defaults that adapters bring; otherwise all"
+            " chats use the base model's"
+        ),
+    ] = True
     tool_call_parser: Annotated[
         ToolParser,
         Meta(

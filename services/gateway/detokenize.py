@@ -70,11 +70,17 @@ class Detokenizer:
                 return "pieces", strip
         return "other", 0
 
-    def stream(self, *, skip_special_tokens: bool = True, continues_text: bool = False) -> TextStream:
+    def stream(
+        self, *, skip_special_tokens: bool = True, continues_text: bool = False, left_out: frozenset[int] = frozenset()
+    ) -> TextStream:
         """A new sequence.
 
-        `continues_text` keeps the leading space that `decode` strips, because the text follows a prompt's.
+        `continues_text` keeps the leading space that `decode` strips, because the text follows a prompt's. `left_out`: more
+        tokens that the text does not show.
         """
+        if left_out:
+            rest = self.stream(skip_special_tokens=skip_special_tokens, continues_text=continues_text)
+            return _Without(rest, left_out)
         if self._kind == "bytes":
             table = self._table(skip_special_tokens)
             return _ByteStream(table, self._texts[skip_special_tokens])
@@ -110,6 +116,21 @@ class Detokenizer:
                 table = [None if name is None else _piece(name, fallback) for name in shown]
             self._tables[skip_special] = table
         return table
+
+
+class _Without:
+    """A stream without some tokens."""
+
+    __slots__ = ("_left_out", "_rest")
+
+    def __init__(self, rest: TextStream, left_out: frozenset[int]) -> None:
+        self._rest, self._left_out = rest, left_out
+
+    def push(self, tokens: list[int]) -> str:
+        return self._rest.push([token for token in tokens if token not in self._left_out])
+
+    def finish(self) -> str:
+        return self._rest.finish()
 
 
 class _ByteStream:

@@ -19,7 +19,8 @@ from motet.services.gateway.calls import THINK, Parsing
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.embeddings import EmbeddingPlan, EmbeddingRequest
 from motet.services.gateway.fleet import Fleet
-from motet.services.gateway.prompt import Prompts
+from motet.services.gateway.profiles import Profile, Profiles
+from motet.services.gateway.prompt import ForeignTemplate, Prompts
 from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest, NamedTool
 from motet.services.gateway.stream import Job
 from motet.services.gateway.unknown_model import unknown_model
@@ -79,12 +80,14 @@ class RequestPlanner:
         adapters: AdapterWatch,
         fleet: Fleet,
         weight: Callable[[str], float],
+        profiles: Profiles,
         message_bytes: Callable[[], int] = lambda: MESSAGE_BYTES,
     ) -> None:
         """`weight(tenant)` is the tenant's share relative to others' while workers are saturated; `message_bytes()` the largest
         message in the mesh."""
         self._weight, self._message_bytes = weight, message_bytes
         self._config, self._prompts, self._adapters, self._fleet = config, prompts, adapters, fleet
+        self._profiles = profiles
         self.base_model = config.base.name
 
     @property
@@ -123,6 +126,15 @@ class RequestPlanner:
         version, name = info.version, qualified(info.entry.name, info.entry.tenant)
         return AdapterRef(name=name, digest=version.digest, rank=version.rank, size_bytes=version.size_bytes)
 
+    def profile(self, adapter: AdapterRef | None) -> Profile:
+        """What requests on an adapter, or on the base model, use: templates, defaults, tokens that end an answer."""
+        version = self._adapters.by_digest(adapter.digest) if adapter is not None else None
+        return self._profiles.of(version.chat if version is not None else "")
+
+    def template(self, profile: Profile, tenant: str, *, tools: bool) -> ChatTemplate | ForeignTemplate:
+        """The chat template of a request. Raises BadRequest when there is none."""
+        return self._profiles.template(profile, tools=tools, tenant=tenant)
+
     async def plan(
         self,
         request: ChatRequest | CompletionRequest,
@@ -142,8 +154,13 @@ class RequestPlanner:
         model, adapter = self._named(request, tenant)
         chat = isinstance(request, ChatRequest)
         stops = request.stops()
-        images = self._images(request) if isinstance(request, ChatRequest) else []
-        prompts = await (self._chat_prompt(request) if isinstance(request, ChatRequest) else self._text_prompts(request))
+        profile, images = self.profile(adapter), list[Image]()
+        if isinstance(request, ChatRequest):
+            template = self.template(profile, tenant, tools=bool(request.usable_tools()))
+            images = self._images(request, template)
+            prompts = await self._chat_prompt(request, template)
+        else:
+            prompts = await self._text_prompts(request)
         n = request.n or 1
         if len(prompts) * n > SEQUENCES_MAX:
             raise BadRequest(f"{len(prompts)} prompts times n={n} is more than {SEQUENCES_MAX} sequences", param="n")
@@ -164,7 +181,7 @@ class RequestPlanner:
         shows_special = parsing is not None and bool(parsing.tools)  # some formats are made of special tokens
         jobs: list[Job] = []
         for number, prompt in enumerate(prompts):
-            sampling = self._sampling(request, len(prompt), bad_words, constraint[1] if constraint else None)
+            sampling = self._sampling(request, profile, len(prompt), bad_words, constraint[1] if constraint else None)
             if scored:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=scored[1])
             features, excerpt = self._for_predictor(request, number, prompt, sampling)
@@ -184,6 +201,8 @@ class RequestPlanner:
                         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                         skip_special_tokens=request.skip_special_tokens is not False and not shows_special,
                         silent=request.max_tokens == 0 and not chat,
+                        left_out=profile.left_out,
+                        eos_token_ids=profile.eos_token_ids,
                         continues_text=not chat or bool(request.continue_final_message),  # type: ignore[union-attr]
                         features=features,
                         prompt_text=excerpt,
@@ -287,23 +306,24 @@ class RequestPlanner:
             model, adapter = name, found
         return model, adapter
 
-    async def _chat_prompt(self, request: ChatRequest) -> list[list[int]]:
+    async def _chat_prompt(self, request: ChatRequest, template: ChatTemplate | ForeignTemplate) -> list[list[int]]:
         tokens = await self._prompts.chat(
             request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
             add_special_tokens=bool(request.add_special_tokens),
-            variables=self._variables(request),
+            variables=_variables(request, template),
+            template=template,
             longest=self._longest(request),
         )
         return [self._checked(self._truncated(request, tokens), "messages")]
 
-    def _images(self, request: ChatRequest) -> list[Image]:
+    def _images(self, request: ChatRequest, template: ChatTemplate | ForeignTemplate) -> list[Image]:
         """The images of a chat. Raises BadRequest or TooLarge naming the part or the field that does not go with it."""
         images = request.take_images()
         if not images:
             return images
-        if not self._template(request).takes_images:
+        if not template.takes_images:
             at = images[0].param
             raise BadRequest(f"{at}: this model's chat template has no place for images", param=at)
         for param in ("truncate_prompt_tokens", "prompt_logprobs"):
@@ -314,29 +334,6 @@ class RequestPlanner:
             at = images[-1].param
             raise TooLarge(f"{at}: the images have {size} bytes together; a request may have {most}", param=at)
         return images
-
-    def _template(self, request: ChatRequest) -> ChatTemplate:
-        """The chat template of a request. Raises BadRequest when there is none."""
-        return self._prompts.templates.chosen(tools=bool(request.usable_tools()))
-
-    def _variables(self, request: ChatRequest) -> dict[str, Any] | None:
-        """The chat template's variables. A field that the template does not use is refused by name."""
-        effort, documents, reads = request.reasoning_effort, request.documents, self._template(request).reads
-        given: dict[str, Any] = {}
-        if tools := request.usable_tools():
-            if "tools" not in reads:
-                raise BadRequest("tools: this model's chat template does not read them", param="tools")
-            given["tools"] = msgspec.to_builtins(tools)
-        if documents:
-            if "documents" not in reads:
-                raise BadRequest("documents: this model's chat template does not read them", param="documents")
-            given["documents"] = documents
-        if effort is not None and reads.isdisjoint(("reasoning_effort", "enable_thinking")):
-            if effort != "none":
-                raise BadRequest("reasoning_effort: this model's chat template does not read it", param="reasoning_effort")
-        elif effort is not None:
-            given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        return given | (request.chat_template_kwargs or {}) or None
 
     def _parsing(self, request: ChatRequest, prompt: list[int], *, constrained: bool) -> Parsing | None:
         """How answers are parsed. Raises BadRequest when the format of tool calls is not known."""
@@ -431,12 +428,14 @@ class RequestPlanner:
     def _sampling(
         self,
         request: ChatRequest | CompletionRequest,
+        profile: Profile,
         prompt_tokens: int,
         bad_words: tuple[tuple[int, ...], ...],
         structured: StructuredOutput | None,
     ) -> SamplingParams:
         room = self.max_model_len - prompt_tokens
-        defaults = self._prompts.defaults
+        defaults, ignore_eos = profile.defaults, bool(request.ignore_eos or request.ignore_eos_token)
+        ends = () if ignore_eos else profile.eos_token_ids
         asked, param = request.max_tokens, "max_tokens"
         if isinstance(request, ChatRequest):
             if request.max_completion_tokens is not None:
@@ -467,8 +466,8 @@ class RequestPlanner:
             frequency_penalty=request.frequency_penalty or 0.0,
             repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
             logit_bias=self._logit_bias(request.logit_bias or {}),
-            stop_token_ids=tuple(request.stop_token_ids or ()),
-            ignore_eos=bool(request.ignore_eos or request.ignore_eos_token),
+            stop_token_ids=tuple(dict.fromkeys((*(request.stop_token_ids or ()), *ends))),
+            ignore_eos=ignore_eos,
             logprobs=request.logprobs_wanted(),
             allowed_token_ids=self._allowed(request.allowed_token_ids or []),
             bad_words=bad_words,
@@ -500,6 +499,26 @@ class RequestPlanner:
             for text, tokens in zip(given, prompts, strict=True)
         ]
         return [text for text in texts for _ in range(n)]
+
+
+def _variables(request: ChatRequest, template: ChatTemplate | ForeignTemplate) -> dict[str, Any] | None:
+    """The chat template's variables. A field that the template does not use is refused by name."""
+    effort, documents, reads = request.reasoning_effort, request.documents, template.reads
+    given: dict[str, Any] = {}
+    if tools := request.usable_tools():
+        if "tools" not in reads:
+            raise BadRequest("tools: this model's chat template does not read them", param="tools")
+        given["tools"] = msgspec.to_builtins(tools)
+    if documents:
+        if "documents" not in reads:
+            raise BadRequest("documents: this model's chat template does not read them", param="documents")
+        given["documents"] = documents
+    if effort is not None and reads.isdisjoint(("reasoning_effort", "enable_thinking")):
+        if effort != "none":
+            raise BadRequest("reasoning_effort: this model's chat template does not read it", param="reasoning_effort")
+    elif effort is not None:
+        given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return given | (request.chat_template_kwargs or {}) or None
 
 
 def _forced(choice: Any) -> Literal["named", "required"]:

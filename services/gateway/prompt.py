@@ -16,13 +16,13 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from motet.services.gateway import conversation
-from motet.shared.chat_templates import SHIPPED, ChatTemplates
+from motet.shared.chat_templates import SHIPPED, ChatTemplate, ChatTemplates
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, Overloaded, PromptTooLong
 from motet.shared.generation_config import generation_defaults, read_generation_config
@@ -38,6 +38,15 @@ WAITING_CHARS_MAX = 32 << 20
 COUNTED_CHARS_MAX = 1 << 20  # of one /tokenize: some seconds
 COUNTED_WAITING_MAX = 16
 NFC_CHARS_MAX = 4  # characters that NFC composes to one, at most
+
+
+class ForeignTemplate(Protocol):
+    """A chat template that is rendered elsewhere (`profiles.ForeignTemplate`)."""
+
+    reads: frozenset[str]
+    takes_images: bool
+
+    async def render(self, messages: list[dict[str, Any]], **how: Any) -> str: ...
 
 
 class Prompts:
@@ -82,7 +91,7 @@ class Prompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         variables: dict[str, Any] | None = None,
-        templates: ChatTemplates | None = None,
+        template: ChatTemplate | ForeignTemplate | None = None,
         longest: int | None = None,
         counting: bool = False,
     ) -> list[int]:
@@ -90,25 +99,31 @@ class Prompts:
 
         Raises BadRequest naming a message or part, or `messages` when the template refuses them or there is none.
 
-        `variables`: what the template reads besides the messages, such as `tools`. `templates`: used instead of the model's.
+        `variables`: what the template reads besides the messages, such as `tools`. `template`: used instead of the model's.
         `longest`: largest useful number of tokens; a text that must have more raises PromptTooLong before it is tokenized.
         `counting`: for /tokenize, which has its own thread and limit.
         """
-        template = (templates or self.templates).chosen(tools=bool(variables and variables.get("tools")))
+        template = template or self.templates.chosen(tools=bool(variables and variables.get("tools")))
         messages = conversation.parts(messages) if template.takes_images else conversation.texts(messages)
         size = sum(MESSAGE_CHARS + _chars(message) for message in messages) + (_chars(variables) if variables else 0)
 
-        def work() -> list[int]:
-            text = template.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=variables,
-            )
+        how: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "variables": variables,
+        }
+
+        def tokens(text: str) -> list[int]:
             self._refuse_hopeless(text, longest, "messages")
             return self._plain(text, add_special_tokens)
 
-        return await self._run(work, size, counting=counting, param="messages")
+        if isinstance(template, ChatTemplate):
+            here = template
+            return await self._run(lambda: tokens(here.render(messages, **how)), size, counting=counting, param="messages")
+        if counting and size > COUNTED_CHARS_MAX:  # before it is rendered
+            raise BadRequest(f"messages: at most {COUNTED_CHARS_MAX} characters at once, not {size}", param="messages")
+        text = await template.render(messages, **how)
+        return await self._run(lambda: tokens(text), len(text), counting=counting, param="messages")
 
     async def texts(
         self,

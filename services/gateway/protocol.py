@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -549,13 +548,7 @@ def known(body: bytes, decoder: Any, unserved: Mapping[str, fields.Unserved]) ->
     try:
         return decode(body, decoder)
     except _UnknownField:
-        served = fields.check(decode(body, KEYS), unserved)
-    try:
-        return decode(msgspec.json.encode(served), decoder)
-    except _UnknownField as error:
-        close = get_close_matches((error.param or "")[:64], decoder.type.__struct_encode_fields__, n=1, cutoff=0.75)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise BadRequest(error.message + hint, param=error.param) from None
+        return decode(msgspec.json.encode(fields.check(decode(body, KEYS), unserved)), decoder)
 
 
 def decode(body: bytes, decoder: Any) -> Any:

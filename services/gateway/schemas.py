@@ -220,6 +220,15 @@ class OlderVersion(_Answer):
     updated: int
 
 
+class AdapterChat(_Answer):
+    """What an adapter brings for chats."""
+
+    templates: Annotated[dict[str, str], Meta(description="Chat templates by name.")]
+    special_tokens: Annotated[dict[str, str], Meta(description="Special tokens by name, such as eos_token.")]
+    generation: Annotated[dict[str, Any], Meta(description="Defaults for requests that give no value.")]
+    eos_token_ids: Annotated[list[int], Meta(description="Tokens that end an answer, beside eos_token and the base model's.")]
+
+
 class Adapter(_Answer):
     """A name and the adapter version behind it."""
 
@@ -247,6 +256,7 @@ class Adapter(_Answer):
         list[str],
         Meta(description="Modules of its file without effect: its configuration does not select them, as PEFT decides."),
     ]
+    chat: Annotated[AdapterChat | None, Meta(description="What it brings for chats; null in lists, or when it brings nothing.")]
     pinned_to: Annotated[list[str], Meta(description="Ids of the workers that keep the adapter loaded; `*`: all.")]
     placed_on: Annotated[list[str], Meta(description="Ids of the workers on which a scheduler wants it loaded.")]
 

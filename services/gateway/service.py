@@ -28,6 +28,7 @@ from motet.services.gateway.intake import Intake
 from motet.services.gateway.limits import Limits
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlanner
+from motet.services.gateway.profiles import Profiles
 from motet.services.gateway.prompt import Prompts
 from motet.services.gateway.tls import TlsListener
 from motet.shared.adapter_watch import AdapterWatch
@@ -94,12 +95,15 @@ class GatewayService:
             max_inflight=config.requests.max_inflight,
             stream_buffer_tokens=config.requests.stream_buffer_tokens,
         )
+        profiles = Profiles(self.prompts, self.adapters, enabled=config.answers.adapter_chats)
+        self._stack.push_async_callback(profiles.close)
         self.planner = RequestPlanner(
             config,
             self.prompts,
             self.adapters,
             self.fleet,
             lambda tenant: self.limits.of(tenant).weight,
+            profiles,
             lambda: self.bus.max_payload,
         )
         self.intake = Intake(self.bus, self.owner, self.planner, config, self.limits)
@@ -131,9 +135,7 @@ class GatewayService:
             reasons.append("no connection to NATS")
         elif not self.fleet.workers():
             reasons.append(self.fleet.why_none_serves())
-        if trouble := self.keys.trouble():
-            reasons.append(trouble)
-        return reasons + self.bus.troubles()
+        return reasons
 
     def failure(self) -> str:
         return self.bus.lost if self._started else ""

@@ -40,6 +40,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # show the stop string or stop token that ended it
     skip_special_tokens: bool = True
+    left_out: frozenset[int] = frozenset()  # special tokens of its adapter: left out of the text like the tokenizer's own
+    eos_token_ids: tuple[int, ...] = ()  # of its adapter: among the stop tokens, and not told as a reason
     continues_text: bool = False  # the output is glued to the prompt's text: keep a leading space
     silent: bool = False  # the prompt alone is wanted: the one token that an engine must draw is not shown
     priority: int = 0
@@ -170,7 +172,9 @@ class Stream:
 
     def _begin(self) -> None:
         job = self.job
-        self._text = self._detokenizer.stream(skip_special_tokens=job.skip_special_tokens, continues_text=job.continues_text)
+        skips = job.skip_special_tokens
+        left_out = job.left_out if skips else frozenset[int]()
+        self._text = self._detokenizer.stream(skip_special_tokens=skips, continues_text=job.continues_text, left_out=left_out)
         self._filter = StopFilter(job.stop, job.include_stop) if job.stop else None
 
     # ---- the caller's half
@@ -261,7 +265,8 @@ class Stream:
         reason: int | str | None = None
         shown = new
         if finish == "stop":
-            reason = item.stop_token if item.stop_token in self.job.sampling.stop_token_ids else None
+            named = set(self.job.sampling.stop_token_ids).difference(self.job.eos_token_ids)
+            reason = item.stop_token if item.stop_token in named else None
             if new and not self.job.include_stop:  # the token that ended it is counted and not shown
                 shown, logprobs = new[:-1], logprobs[:-1] if logprobs else None
         free = 0 if self._filter is None else max(0, self.job.sampling.min_tokens - 1 - begun)  # no stop string may end these

@@ -33,7 +33,7 @@ _CHILD = (
 )
 
 
-def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str) -> PeftFiles:
+def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str, *, chat: bool = True) -> PeftFiles:
     """The adapter in a seekable archive of `size_bytes`, an open file. Blocks: call it in a thread.
 
     Raises InvalidAdapter or TooLarge with the reason, Unavailable when the disk is full. Whatever the archive holds, at most
@@ -45,12 +45,20 @@ def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str) -
     with contextlib.ExitStack() as stack:
         config = stack.enter_context(tempfile.TemporaryFile())
         weights = stack.enter_context(tempfile.TemporaryFile())
-        limits = UnpackLimits(max_bytes=max_bytes, memory_bytes=MEMORY_BYTES, cpu_s=cpu_s)
-        done = _in_child(limits, (file.fileno(), config.fileno(), weights.fileno()))
-        config.seek(0)
-        weights.seek(0)
-        files = PeftFiles(config_json=config.read(), weights=weights, size_bytes=done.size_bytes, source=source)
+        texts = stack.enter_context(tempfile.TemporaryFile())
+        limits = UnpackLimits(max_bytes=max_bytes, memory_bytes=MEMORY_BYTES, cpu_s=cpu_s, chat=chat)
+        done = _in_child(limits, (file.fileno(), config.fileno(), weights.fileno(), texts.fileno()))
+        for part in (config, weights, texts):
+            part.seek(0)
+        files = PeftFiles(
+            config_json=config.read(),
+            weights=weights,
+            size_bytes=done.size_bytes,
+            source=source,
+            texts=msgspec.msgpack.decode(texts.read(), type=dict[str, bytes]),
+        )
         config.close()
+        texts.close()
         stack.pop_all()
     return files
 

@@ -6,11 +6,13 @@ from typing import BinaryIO
 
 import msgspec
 
+from motet.shared.adapter_chat import WITHOUT
 from motet.shared.errors import InvalidAdapter, TooLarge
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MAX_CONFIG_BYTES = 1024 * 1024
+MAX_TEXTS, MAX_TEXTS_BYTES = 16, 8 << 20  # of files for chats: some tokenizers list thousands of added tokens
 SHOWN_CHARS = 120
 LIMIT_OPTION = "--max-adapter-bytes of the registry"
 
@@ -22,6 +24,7 @@ class PeftFiles(msgspec.Struct):
     weights: BinaryIO
     size_bytes: int  # of the weights
     source: str  # where they came from, for people
+    texts: dict[str, bytes] = {}  # what it brings for chats (`shared.adapter_chat`), by path in its directory
 
     def __enter__(self) -> PeftFiles:
         return self
@@ -50,6 +53,29 @@ def too_large(what: str, size_bytes: int, max_bytes: int) -> TooLarge:
 
 def _printable(line: str) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+
+
+class Texts:
+    """Collects an adapter's small text files, within limits."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, bytes] = {}
+        self._left_bytes = MAX_TEXTS_BYTES
+
+    def limit(self, name: str) -> int:
+        """The bytes that this file may have. Raises InvalidAdapter when there are too many files."""
+        if len(self.found) >= MAX_TEXTS:
+            raise InvalidAdapter(f"there are more than {MAX_TEXTS} text files beside the weights; {WITHOUT}", param="location")
+        return self._left_bytes
+
+    def add(self, name: str, data: bytes) -> None:
+        """Raises TooLarge when the files together are too large."""
+        self._left_bytes -= len(data)
+        if self._left_bytes < 0:
+            raise TooLarge(
+                f"{name} and the files beside it have more than {MAX_TEXTS_BYTES} bytes; {WITHOUT}", param="location"
+            )
+        self.found[name] = data
 
 
 def missing_weights(place: str, names: set[str]) -> InvalidAdapter:

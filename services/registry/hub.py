@@ -26,7 +26,8 @@ import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, PeftFiles, missing_weights, shown, too_large
+from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, PeftFiles, Texts, missing_weights, shown, too_large
+from motet.shared.adapter_chat import is_text_file
 from motet.shared.errors import InvalidAdapter, TooLarge, Unavailable
 
 PARAM = "location"
@@ -128,11 +129,12 @@ class HubSource:
     def __init__(self, options: HubOptions) -> None:
         self._options = options
 
-    async def fetch(self, location: str) -> PeftFiles:
+    async def fetch(self, location: str, *, chat: bool = True) -> PeftFiles:
         """The adapter `owner/name` or `owner/name@revision`.
 
-        Raises InvalidAdapter when the repository is missing, forbidden, or has no adapter; TooLarge; Unavailable when the hub
-        cannot be reached or takes too long. Credentials are the process's own (`HF_TOKEN`).
+        `chat`: also what it brings for chats. Raises InvalidAdapter when the repository is missing, forbidden, or has no
+        adapter; TooLarge; Unavailable when the hub cannot be reached or takes too long. Credentials are the process's own
+        (`HF_TOKEN`).
         """
         match = HUB_ID.fullmatch(location)
         if match is None or len(location) > MAX_ID_CHARS:
@@ -144,7 +146,7 @@ class HubSource:
             )
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                return await self._fetch(match[1], match[2])
+                return await self._fetch(match[1], match[2], chat)
         except TimeoutError:
             reason = f"it takes longer than {self._options.timeout_s:g} s (--hub-timeout-s)"
         except aiohttp.ClientError as error:
@@ -153,7 +155,7 @@ class HubSource:
             f"cannot get {location} from the Hugging Face hub: {reason}; register it from a path or an upload", param=PARAM
         )
 
-    async def _fetch(self, repository: str, revision: str | None) -> PeftFiles:
+    async def _fetch(self, repository: str, revision: str | None, chat: bool) -> PeftFiles:
         if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
             raise aiohttp.ClientError("HF_HUB_OFFLINE is set")
         token = await asyncio.to_thread(_token)
@@ -166,10 +168,11 @@ class HubSource:
             download = _Download(session, guard, self._options.endpoint.rstrip("/"), token, repository)
             info = await download.info(revision)
             files = _checked(repository, info, self._options.max_bytes)
-            with tempfile.TemporaryFile() as config:
-                await download.file(info.sha, files[CONFIG], config)
-                config.seek(0)
-                config_json = config.read()
+            config_json = await download.small(info.sha, files[CONFIG])
+            texts = Texts()
+            for name in sorted(filter(is_text_file, files)) if chat else ():
+                _check_size(repository, files[name], texts.limit(name))
+                texts.add(name, await download.small(info.sha, files[name]))
             weights = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's
             try:
                 await download.file(info.sha, files[WEIGHTS], weights)
@@ -178,7 +181,8 @@ class HubSource:
                 raise
         weights.seek(0)
         size_bytes = files[WEIGHTS].size or 0
-        return PeftFiles(config_json=config_json, weights=weights, size_bytes=size_bytes, source=f"hub:{repository}@{info.sha}")
+        source = f"hub:{repository}@{info.sha}"
+        return PeftFiles(config_json=config_json, weights=weights, size_bytes=size_bytes, source=source, texts=texts.found)
 
 
 class _Download:
@@ -207,6 +211,13 @@ class _Download:
         if not _COMMIT.fullmatch(info.sha):
             raise aiohttp.ClientError("its answer names no commit")
         return info
+
+    async def small(self, commit: str, file: _File) -> bytes:
+        """The content of a file."""
+        with tempfile.TemporaryFile() as sink:
+            await self.file(commit, file, sink)
+            sink.seek(0)
+            return sink.read()
 
     async def file(self, commit: str, file: _File, sink: BinaryIO) -> None:
         """Write a file of exactly the announced size and digest to `sink`."""
@@ -260,12 +271,15 @@ def _checked(repository: str, info: _Info, max_bytes: int) -> dict[str, _File]:
     if CONFIG not in files:
         raise InvalidAdapter(f"{place} holds no {CONFIG}", param=PARAM)
     for name, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, max_bytes)):
-        size = files[name].size
-        if size is None or size < 0:
-            raise aiohttp.ClientError(f"it does not say how large {name} is")
-        if size > limit:
-            raise too_large(f"{place}: {name}", size, limit)
+        _check_size(repository, files[name], limit)
     return files
+
+
+def _check_size(repository: str, file: _File, limit: int) -> None:
+    if file.size is None or file.size < 0:
+        raise aiohttp.ClientError(f"it does not say how large {file.rfilename} is")
+    if file.size > limit:
+        raise too_large(f"{repository} on the hub: {file.rfilename}", file.size, limit)
 
 
 def _token() -> str | None:

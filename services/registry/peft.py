@@ -70,13 +70,14 @@ def convert(
     max_rank: int,
     max_bytes: int,
     base_tensors: Callable[[], Mapping[str, TensorDigest]] = dict,
+    chat: str = "",
 ) -> Converted:
     """Validate an adapter and write its blob. `weights` is an open safetensors file of `size_bytes`, at its beginning.
 
     Tensors keep their dtype; a file with mixed dtypes becomes F32, which is exact. `base_tensors()`: the base's embeddings and
-    output layer as far as they are known, asked for files with copies of them. Raises InvalidAdapter or TooLarge with the
-    reason: `max_bytes` applies to the file and to the blob, which can be many times larger because of padding. For a moment
-    memory holds the adapter's matrices and two blobs.
+    output layer as far as they are known, asked for files with copies of them. `chat`: digest of what it brings for chats.
+    Raises InvalidAdapter or TooLarge with the reason: `max_bytes` applies to the file and to the blob, which can be many times
+    larger because of padding. For a moment memory holds the adapter's matrices and two blobs.
     """
     if size_bytes > max_bytes:
         raise too_large(WEIGHTS, size_bytes, max_bytes)
@@ -99,7 +100,7 @@ def convert(
             _check_finite(tensor, part)
         a, b = (_matrix(tensor, part, dtype) for tensor, part in zip(halves, parts, strict=True))
         pairs[at] = (scale, a, b)
-    blob = write_blob(pairs, dtype=dtype, layers=base.layers)
+    blob = write_blob(pairs, dtype=dtype, layers=base.layers, chat=chat)
     index = read_index(blob, len(blob))
     copies = tuple(f"{name}: an unchanged copy of the base model's" for name in planned.copies)
     return Converted(

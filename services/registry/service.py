@@ -24,6 +24,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from motet.policies import pins
 from motet.services.registry.archives import read_archive
+from motet.services.registry.chats import ChatReader
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.files import CONFIG, PeftFiles, quoted
 from motet.services.registry.followers import Followers
@@ -72,10 +73,13 @@ from motet.shared.refused_adapters import RefusedAdapters, refused
 from motet.shared.service import run
 from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
 from motet.shared.tenancy import SHARED, check_tenant
+from motet.shared.tokenizer import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE
 
 log = logger("motet.registry")
 T = TypeVar("T")
 
+BASE_FILES = ("config.json", "tokenizer.json", CONFIG_FILE, SPECIAL_MAP_FILE, ADDED_FILE)
+"""What the registry reads of a base model; of a model by hub id no weights are downloaded."""
 LOCAL_SLOTS = 2  # adapters being read, checked and stored at once: each needs about twice its size in memory
 HUB_SLOTS = 2
 MAX_WAITING = 64  # registrations that may wait for a slot; more are refused
@@ -147,11 +151,12 @@ class RegistryService:
 
     async def start(self) -> None:
         config = self._config
-        self._model = await in_thread(lambda: resolve_model(config.base.model, files=("config.json",)))
+        self._model = await in_thread(lambda: resolve_model(config.base.model, files=BASE_FILES))
         try:
             self._shapes: BaseShapes = read_shapes(self._model)
         except UnsupportedModel as error:
             raise ConfigError(f"--model: {error}") from None
+        self._chats = ChatReader(self._model, self._shapes.vocab_size)
         self._bus = bus = await Bus.connect(config.bus, config.process.identity("registry"), inbox="registry")
         try:
             await provision(
@@ -194,7 +199,7 @@ class RegistryService:
     def not_ready(self) -> list[str]:
         if self._starting:
             return [self._starting]
-        return self._bus.troubles() if self._bus is not None and self._bus.connected else ["NATS is not reachable"]
+        return [] if self._bus is not None and self._bus.connected else ["NATS is not reachable"]
 
     def failure(self) -> str:
         return self._bus.lost if self._bus is not None else ""
@@ -260,25 +265,29 @@ class RegistryService:
                 async with self._local:
                     return await self._take_in(ask, await self._open(ask))
             async with self._hub:
-                files = await self._hub_source.fetch(ask.location)
+                files = await self._hub_source.fetch(ask.location, chat=ask.chat)
             async with self._local:
                 return await self._take_in(ask, files)
 
     async def _open(self, ask: RegisterAdapter) -> PeftFiles:
         limit = self._config.limits.max_adapter_bytes
         if ask.kind == "path":
-            return await in_thread(lambda: open_path(ask.location, self._config.sources.roots, limit))
+            return await in_thread(lambda: open_path(ask.location, self._config.sources.roots, limit, chat=ask.chat))
         with await self._store.fetch_upload(ask.location, limit + MAX_OTHER_BYTES) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             try:
-                return await in_thread(lambda: read_archive(file, size_bytes, limit, source=f"upload:{ask.location}"))
+                return await in_thread(
+                    lambda: read_archive(file, size_bytes, limit, source=f"upload:{ask.location}", chat=ask.chat)
+                )
             finally:
                 await self._store.drop_upload(ask.location)
 
     async def _take_in(self, ask: RegisterAdapter, files: PeftFiles) -> tuple[AdapterInfo, str]:
         told = [limits.base_tensors for limits in self._usage.workers(now_s()).values() if limits.base_tensors]
         with files, VALIDATION_S.time():
-            converted = await in_thread(lambda: self._convert(files, told))
+            chat = await in_thread(lambda: self._chats.read(files.texts))
+            chat_digest = chat.digest if chat is not None else ""
+            converted = await in_thread(lambda: self._convert(files, told, chat_digest))
         version = AdapterVersion(
             digest=converted.digest,
             base_model=self._config.base.name,
@@ -289,10 +298,17 @@ class RegistryService:
             size_bytes=len(converted.blob),
             source=files.source,
             created_unix_ms=unix_ms(),
+            chat=chat_digest,
         )
         self._check_storage(ask, version)
         return await self._store.publish(
-            ask.name, version, converted.blob, replace=ask.replace, tenant=ask.tenant, left_out=converted.left_out
+            ask.name,
+            version,
+            converted.blob,
+            replace=ask.replace,
+            tenant=ask.tenant,
+            left_out=converted.left_out,
+            chat=chat,
         )
 
     def _base_tensors(self, told: list[dict[str, TensorDigest]]) -> dict[str, TensorDigest]:
@@ -300,7 +316,7 @@ class RegistryService:
         own = self._own_tensors = self._own_tensors or base_tensors(self._model)
         return own or (told[0] if told else {})
 
-    def _convert(self, files: PeftFiles, told: list[dict[str, TensorDigest]]) -> Converted:
+    def _convert(self, files: PeftFiles, told: list[dict[str, TensorDigest]], chat: str) -> Converted:
         return convert(
             files.config_json,
             files.weights,
@@ -309,6 +325,7 @@ class RegistryService:
             max_rank=self._config.limits.max_lora_rank,
             max_bytes=self._config.limits.max_adapter_bytes,
             base_tensors=lambda: self._base_tensors(told),
+            chat=chat,
         )
 
     async def delete(self, ask: DeleteAdapter) -> RegistryOk:
@@ -469,6 +486,8 @@ class RegistryService:
                 await self._followers.sweep()
                 if now_s() - orphans_looked_for_s > ORPHANS_EVERY_S:
                     await self._store.sweep_orphans()
+                    used = {version.chat for version in self._adapters.versions()}
+                    await self._store.sweep_chats([digest for digest in self._adapters.chats if digest not in used])
                     orphans_looked_for_s = now_s()
             except MotetError as error:
                 log.info("sweep interrupted", extra={"error": error.message})

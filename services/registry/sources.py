@@ -20,11 +20,14 @@ from motet.services.registry.files import (
     PICKLES,
     WEIGHTS,
     PeftFiles,
+    Texts,
     missing_weights,
     shown,
     too_large,
 )
+from motet.shared.adapter_chat import is_text_file
 from motet.shared.errors import InvalidAdapter, Unavailable
+from motet.shared.tokenizer import TEMPLATES_DIR
 
 PARAM = "location"
 
@@ -57,12 +60,12 @@ def _size(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def open_path(location: str, roots: Sequence[str], max_bytes: int) -> PeftFiles:
+def open_path(location: str, roots: Sequence[str], max_bytes: int, *, chat: bool = True) -> PeftFiles:
     """The adapter in the directory or archive `location`: absolute, or relative to the directory in which the registry was
     started, or to one of `roots`.
 
-    Raises InvalidAdapter or TooLarge with the reason, Unavailable when there is no room to unpack an archive. A location
-    outside the roots is refused without touching it.
+    `chat`: also read what it brings for chats. Raises InvalidAdapter or TooLarge with the reason, Unavailable when there is no
+    room to unpack an archive. A location outside the roots is refused without touching it.
     """
     if not roots:
         raise InvalidAdapter("this registry takes no paths: it has no allowed roots (--adapter-roots)", param=PARAM)
@@ -75,11 +78,11 @@ def open_path(location: str, roots: Sequence[str], max_bytes: int) -> PeftFiles:
     source = relative_source(path, roots)
     try:
         if os.path.isdir(path):
-            return open_directory(path, roots, max_bytes, source=source)
+            return open_directory(path, roots, max_bytes, source=source, chat=chat)
         if path.endswith(PICKLES):
             raise InvalidAdapter(f"{shown(location)} is a pickle file: those can run code and are never opened", param=PARAM)
         with _open_plain(path, roots) as file:
-            return read_archive(file, _size(file), max_bytes, source=source)
+            return read_archive(file, _size(file), max_bytes, source=source, chat=chat)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise Unavailable("the registry's disk has no room to unpack the archive", param=PARAM) from error
@@ -97,7 +100,7 @@ def _candidates(location: str, roots: Sequence[str]) -> list[str]:
     return [path for path in paths if is_below(path, roots)]
 
 
-def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: str) -> PeftFiles:
+def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: str, chat: bool = True) -> PeftFiles:
     """The adapter in a directory that is known to be below `roots`. Also raises OSError when it cannot be read."""
     names = set(os.listdir(path))
     if WEIGHTS not in names:
@@ -106,9 +109,23 @@ def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: s
         raise InvalidAdapter(f"the directory holds no {CONFIG}", param=PARAM)
     with _open_plain(os.path.join(path, CONFIG), roots) as file:
         config_json = file.read(MAX_CONFIG_BYTES + 1)
+    texts = _texts(path, roots) if chat else {}
     weights = _open_plain(os.path.join(path, WEIGHTS), roots)
     size_bytes = _size(weights)
     if size_bytes > max_bytes:
         weights.close()
         raise too_large(WEIGHTS, size_bytes, max_bytes)
-    return PeftFiles(config_json=config_json, weights=weights, size_bytes=size_bytes, source=source)
+    return PeftFiles(config_json=config_json, weights=weights, size_bytes=size_bytes, source=source, texts=texts)
+
+
+def _texts(directory: str, roots: Sequence[str]) -> dict[str, bytes]:
+    """What the directory brings for chats."""
+    texts = Texts()
+    folder = os.path.join(directory, TEMPLATES_DIR)
+    more = [f"{TEMPLATES_DIR}/{name}" for name in os.listdir(folder)] if os.path.isdir(folder) else []
+    for name in sorted([*os.listdir(directory), *more]):
+        if is_text_file(name):
+            limit = texts.limit(name)
+            with _open_plain(os.path.join(directory, name), roots) as file:
+                texts.add(name, file.read(limit + 1))
+    return texts.found

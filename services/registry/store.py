@@ -5,12 +5,13 @@
                      refused             RefusedAdapters: what --adapters-dir holds and cannot be served
                      forgotten           Forgotten: what --adapters-dir holds and is not registered again
                      version.<digest>    AdapterVersion
+                     chat.<digest>       AdapterChat: what versions bring for chats; many may bring the same
                      name.<name>         AdapterEntry that all tenants share
                      private.<tenant>.<name>    AdapterEntry of one tenant; several tenants may use the same name
 
 A name never points at a missing blob, whenever a registry crashes. Two orders of writes and compare-and-set guarantee it:
 
-    publish   hold -> blob -> version -> name             a crash leaves at most a hold, which the sweep removes later
+    publish   hold -> blob -> chat -> version -> name             a crash leaves at most a hold, which the sweep removes later
     collect   holds marked `deleting` -> version -> blob -> holds     only without holders; the sweep completes it after a crash
 
 Every entry has its own hold (a new id) for each version that it keeps, so removing one never removes another's claim on equal
@@ -25,7 +26,7 @@ import contextlib
 import errno
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
@@ -33,7 +34,8 @@ import msgspec
 from motet.services.registry.files import quoted, too_large
 from motet.services.registry.usage import IDLE_S
 from motet.shared import subjects
-from motet.shared.adapter_watch import VERSION, entry_key
+from motet.shared.adapter_chat import AdapterChat
+from motet.shared.adapter_watch import CHAT, VERSION, entry_key
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import (
@@ -137,6 +139,7 @@ class AdapterStore:
     def __init__(self, bus: Bus, idle: Callable[[str], bool], older_versions: int = 0) -> None:
         self._bus, self._idle, self._older_versions = bus, idle, older_versions
         self._holds: dict[str, _Seen] = {}
+        self._unused_chats: dict[str, tuple[int, float]] = {}  # digest -> revision, and since when it is unused on our clock
         self._orphans: dict[str, float] = {}  # interrupted uploads, and since when on our clock
         self._watch = KvWatch(
             bus,
@@ -184,8 +187,10 @@ class AdapterStore:
         replace: bool,
         tenant: str = SHARED,
         left_out: tuple[str, ...] = (),
+        chat: AdapterChat | None = None,
     ) -> tuple[AdapterInfo, str]:
-        """Store `blob` and let `tenant`'s `name` point at it. `left_out` is noted with the name.
+        """Store `blob` and let `tenant`'s `name` point at it. `left_out` is noted with the name. `chat`: what
+        `version.chat` is the digest of.
 
         Returns the entry and "registered", "replaced" or "unchanged". Raises AdapterExists when the name is taken and `replace`
         is not set, also when another client took it meanwhile.
@@ -204,6 +209,8 @@ class AdapterStore:
                     hold = await self._claim(version.digest, qualified(name, tenant))
                     try:
                         await self._put_blob(version.digest, blob)
+                        if chat is not None:  # written again, so that no sweep takes it for unused
+                            await self._kv.put(CHAT + version.chat, msgspec.json.encode(chat))
                         version = await self._put_version(version)
                     except BaseException:
                         with contextlib.suppress(MotetError, TimeoutError):  # then the sweep does it
@@ -415,6 +422,27 @@ class AdapterStore:
                 await self._blobs.drop_chunks(upload)
                 del self._orphans[upload]
                 gone += 1
+        return gone
+
+    async def sweep_chats(self, unused: Collection[str]) -> int:
+        """Delete what no version brings any more. `unused`: digests of chats without a version, as a watch sees them.
+
+        Only one that nobody has written for `LOST_HOLD_S` is deleted: a registration writes it before its version.
+        """
+        gone = 0
+        with reachable():
+            seen, self._unused_chats = self._unused_chats, {}
+            for digest in unused:
+                found = await self._kv.get(CHAT + digest)
+                if found is None:
+                    continue
+                revision, since_s = seen.get(digest, (0, 0.0))
+                if revision != found.revision:
+                    self._unused_chats[digest] = (found.revision, now_s())
+                elif now_s() - since_s <= LOST_HOLD_S:
+                    self._unused_chats[digest] = (revision, since_s)
+                else:
+                    gone += await self._kv.delete(CHAT + digest, revision)
         return gone
 
     # ---- holds

@@ -1,6 +1,6 @@
 """The child process that extracts `adapter_config.json` and `adapter_model.safetensors` from an untrusted archive.
 
-Started by `archives.read_archive` with three open files and its limits; it answers with one JSON object on stdout:
+Started by `archives.read_archive` with four open files and its limits; it answers with one JSON object on stdout:
 
     {"size_bytes": 1234}                                   both files are written
     {"code": "invalid_adapter", "message": "..."}          the refusal, as `shared.errors.ErrorInfo`
@@ -11,6 +11,7 @@ archive. These are checked before the bytes in question are read or inflated:
     members          MAX_MEMBERS, and a zip directory of at most MAX_DIRECTORY_BYTES
     compression      zip members are stored or deflated, a tar is plain or gzipped; nothing else
     tar headers      long names and PAX headers of at most MAX_TAR_HEADER_BYTES, no sparse files
+    chats            the small files for chats: MAX_TEXTS of MAX_TEXTS_BYTES together
     inflated bytes   max_bytes for the weights, max_bytes + MAX_OTHER_BYTES for a whole tar
     names            relative, without `..`; no links, devices or encrypted members anywhere in the archive
 """
@@ -37,11 +38,13 @@ from motet.services.registry.files import (
     LIMIT_OPTION,
     MAX_CONFIG_BYTES,
     WEIGHTS,
+    Texts,
     missing_weights,
     quoted,
     shown,
     too_large,
 )
+from motet.shared.adapter_chat import is_text_file
 from motet.shared.errors import InvalidAdapter, MotetError, TooLarge, Unavailable
 
 MAX_MEMBERS = 1000
@@ -59,6 +62,7 @@ class UnpackLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int
     memory_bytes: int
     cpu_s: int
+    chat: bool = True  # also the files for chats
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -84,7 +88,8 @@ class _Metered(io.RawIOBase):
 class _Picker:
     """Checks every member's name, copies the two adapter files, and refuses duplicates."""
 
-    def __init__(self, config: BinaryIO, weights: BinaryIO, max_bytes: int) -> None:
+    def __init__(self, config: BinaryIO, weights: BinaryIO, max_bytes: int, chat: bool) -> None:
+        self._chat, self._texts = chat, Texts()
         self._sinks = {CONFIG: (config, MAX_CONFIG_BYTES), WEIGHTS: (weights, max_bytes)}
         self._members = 0
         self._names: set[str] = set()
@@ -102,6 +107,9 @@ class _Picker:
         if not plain:
             raise InvalidAdapter(f"archive member {quoted(name)} is not a plain file")
         self._names.add(path.name)
+        if self._chat and _chat_name(path):
+            self._keep_text(str(path), read())
+            return
         if path.name not in self._sinks:
             return
         if path.name in self._found:
@@ -114,6 +122,18 @@ class _Picker:
             raise InvalidAdapter(f"archive member {quoted(name)} is not a plain file")
         with inner:
             self._found[path.name] = (path.parent, _copy(inner, sink, limit, name))
+
+    def _keep_text(self, name: str, inner: IO[bytes] | None) -> None:
+        limit = self._texts.limit(name)
+        with inner or io.BytesIO() as data:
+            self._texts.add(name, data.read(limit + 1))
+
+    def texts(self) -> dict[str, bytes]:
+        """The files for chats beside the configuration."""
+        beside = self._found[CONFIG][0]
+        found = {PurePosixPath(name): data for name, data in self._texts.found.items()}
+        inside = {str(path.relative_to(beside)): data for path, data in found.items() if path.is_relative_to(beside)}
+        return {name: data for name, data in inside.items() if is_text_file(name)}
 
     def result(self) -> Done:
         weights, config = self._found.get(WEIGHTS), self._found.get(CONFIG)
@@ -137,13 +157,21 @@ def _copy(inner: IO[bytes], out: IO[bytes], limit: int, name: str) -> int:
     return copied
 
 
-def unpack(archive: BinaryIO, config: BinaryIO, weights: BinaryIO, max_bytes: int) -> Done:
-    """Write the two files of the seekable `archive`. Raises InvalidAdapter or TooLarge with the reason, or OSError."""
+def _chat_name(path: PurePosixPath) -> bool:
+    """Whether the end of the path is that of a file for chats."""
+    return is_text_file(path.name) or is_text_file("/".join(path.parts[-2:]))
+
+
+def unpack(archive: BinaryIO, config: BinaryIO, weights: BinaryIO, max_bytes: int, texts: BinaryIO | None = None) -> Done:
+    """Write the two files of the seekable `archive`, and to `texts` those for chats: msgpack, {path: content}.
+
+    Raises InvalidAdapter or TooLarge with the reason, or OSError.
+    """
     size_bytes = archive.seek(0, io.SEEK_END)
     archive.seek(0)
     magic = archive.read(4)
     archive.seek(0)
-    picker = _Picker(config, weights, max_bytes)
+    picker = _Picker(config, weights, max_bytes, texts is not None)
     try:
         if magic[:2] == b"PK":
             _read_zip(archive, size_bytes, picker)
@@ -159,7 +187,11 @@ def unpack(archive: BinaryIO, config: BinaryIO, weights: BinaryIO, max_bytes: in
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
         raise InvalidAdapter(f"not a readable zip or tar archive: {shown(reason)}") from None
-    return picker.result()
+    done = picker.result()
+    if texts is not None:
+        texts.write(msgspec.msgpack.encode(picker.texts()))
+        texts.flush()
+    return done
 
 
 # ---- tar
@@ -259,14 +291,21 @@ def _confine(limits: UnpackLimits) -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def main(limits_json: str, archive: int, config: int, weights: int) -> None:
+def main(limits_json: str, archive: int, config: int, weights: int, texts: int) -> None:
     """Run the child process: unpack and write the answer to stdout. It inherits the file descriptors."""
     limits = msgspec.json.decode(limits_json, type=UnpackLimits)
     _confine(limits)
     answer: msgspec.Struct
     try:
-        with os.fdopen(archive, "rb") as source, os.fdopen(config, "wb") as first, os.fdopen(weights, "wb") as second:
-            answer = unpack(source, first, second, limits.max_bytes)
+        with (
+            os.fdopen(archive, "rb") as source,
+            os.fdopen(config, "wb") as first,
+            os.fdopen(weights, "wb") as second,
+            os.fdopen(texts, "wb") as third,
+        ):
+            if not limits.chat:
+                third.write(msgspec.msgpack.encode({}))
+            answer = unpack(source, first, second, limits.max_bytes, third if limits.chat else None)
     except MotetError as error:
         answer = error.info()
     except MemoryError:

@@ -16,7 +16,7 @@ BUSY = 429
 
 def corpus(mesh: FuzzMesh) -> list[Malformed]:
     """Every case for the demo's base model."""
-    return list(malformed(mesh.shapes, max_adapter_bytes=LIMIT_BYTES))
+    return list(malformed(mesh.shapes, max_adapter_bytes=LIMIT_BYTES, chats=True))
 
 
 async def fuzz(mesh: FuzzMesh, cases: Sequence[Malformed]) -> tuple[list[str], list[str]]:

@@ -18,7 +18,9 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-SHAPES = BaseShapes(hidden_size=64, intermediate_size=128, layers=3, heads=4, kv_heads=2, head_dim=16, model_type="mistral")
+SHAPES = BaseShapes(
+    hidden_size=64, intermediate_size=128, layers=3, heads=4, kv_heads=2, head_dim=16, model_type="mistral", vocab_size=32_000
+)
 
 
 def test_the_text_model_of_a_model_that_takes_images_is_meant() -> None:
@@ -31,7 +33,7 @@ def test_what_llava_and_gemma_leave_out_is_known() -> None:
     llava = {"text_config": {"model_type": "llama", "max_position_embeddings": 4096}}
     assert canonical(llava)["max_position_embeddings"] == 4096
     assert shapes_of(llava) == BaseShapes(
-        hidden_size=4096, intermediate_size=11008, layers=32, heads=32, kv_heads=32, head_dim=128
+        hidden_size=4096, intermediate_size=11008, layers=32, heads=32, kv_heads=32, head_dim=128, vocab_size=32_000
     )
     gemma = {"text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}}
     shapes = shapes_of(gemma | {"num_attention_heads": 1})

@@ -88,6 +88,7 @@ async def put_adapter(
     version: int = 1,
     alias_of: str | None = None,
     pin: Pin | None = None,
+    chat: str = "",
 ) -> AdapterInfo:
     """Write what the registry writes for an adapter."""
     digest = digest or f"digest-of-{name}"
@@ -102,6 +103,7 @@ async def put_adapter(
         size_bytes=4096,
         source=f"path:/adapters/{name}",
         created_unix_ms=1_700_000_000_000,
+        chat=chat,
     )
     facts = {"name": name, "digest": digest, "version": version, "alias_of": alias_of, "pin": pin}
     entry = AdapterEntry(updated_unix_ms=1_700_000_000_000, **facts)

@@ -154,6 +154,7 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "left_out": [],
         "follows": None,
         "older_versions": [],
+        "chat": None,
         "pinned_to": [],
         "placed_on": [],
     }
