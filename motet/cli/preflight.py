@@ -10,8 +10,8 @@ from motet.services.worker.engine.model_config import quantization_of, read_mode
 from motet.services.worker.engine.safetensors_files import files_of, opened
 from motet.shared.base_shapes import read_shapes
 from motet.shared.config import ConfigError
-from motet.shared.generation_config import generation_defaults, read_generation_config
-from motet.shared.hf_config import LENGTH_MAX, UnsupportedModel, contradictions, read_config, read_raw_config, size_in
+from motet.shared.generation_config import generation_defaults, notes, read_generation_config
+from motet.shared.hf_config import LENGTH_MAX, UnsupportedModel, read_config, size_in
 
 
 def preflight(
@@ -40,7 +40,7 @@ def preflight(
             quantization_of(quantization, model)
             if load_format == "auto":
                 check_files(model_dir, model)
-        return contradictions(read_raw_config(model_dir))
+        return notes(model_dir)
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None
 

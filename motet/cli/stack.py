@@ -26,6 +26,7 @@ from typing import IO, Any
 import msgspec
 
 from motet.cli import credentials
+from motet.cli.gpus import VARIABLE
 from motet.cli.nats_server import NatsServer
 from motet.cli.options import words_for
 from motet.cli.process import Child, NatsProcess, ServiceProcess, ServiceSpec
@@ -57,6 +58,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     gateways: int = 1
     schedulers: int = 1
     threads: int = 0  # per worker; 0 shares the cores
+    gpus: tuple[str, ...] = ()  # CUDA_VISIBLE_DEVICES of each worker; () leaves it as it is
     host: str = "127.0.0.1"
     port: int = 8000
     nats_port: int = 0  # of the embedded server; 0 for a free one
@@ -272,6 +274,8 @@ class Stack:
             # a worker by itself leaves cores to its CPU LoRA processes, if it has any
             threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
             env["OMP_NUM_THREADS"] = str(threads or _cores())
+            if o.gpus:
+                env[VARIABLE] = o.gpus[int(name.rsplit("-", 1)[1]) - 1]
             values |= {"adapter_cache_dir": self.data_dir / "adapters" / name} | _given(threads=threads)
 
         def argv(ops_port: int) -> list[str]:

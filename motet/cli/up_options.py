@@ -17,6 +17,7 @@ import click
 from msgspec import Meta
 
 from motet.cli.config_file import read_options
+from motet.cli.gpus import gpus_of_workers
 from motet.cli.options import SERVICES, ConfigOption, config_of, option_for
 from motet.cli.stack import StackOptions
 from motet.examples.demo import BASE, DEMO
@@ -153,6 +154,7 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         tenants=registry.publishers.names,
         bus=gateway.bus if elsewhere else None,
         threads=worker.engine.threads,
+        gpus=gpus_of_workers(worker, own.workers, environ),
         host=gateway.http.host,
         port=gateway.http.port,
         tls_cert_file=gateway.http.tls_cert_file,

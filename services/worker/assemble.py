@@ -14,7 +14,7 @@ import torch
 from motet.kernels.device import numbered
 from motet.policies.pins import PIN_SHARE
 from motet.policies.step_times import StepTimes
-from motet.services.worker.config import MIB, WorkerConfig, free_host_bytes, kv_blocks_for
+from motet.services.worker.config import MIB, WorkerConfig, free_host_bytes, kv_blocks_for, lora_bytes_for
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.backend import Backend, BackendOptions
 from motet.services.worker.engine.backends import open_backend
@@ -24,6 +24,7 @@ from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.loader import resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, quantization_of, read_model_config
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
+from motet.services.worker.engine.safetensors_files import files_of
 from motet.shared.checkpoint_digest import checkpoint_digest
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
@@ -31,6 +32,7 @@ from motet.shared.hf_config import UnsupportedModel
 from motet.shared.model import SamplingParams, WorkerLimits
 from motet.shared.tokenizer import UnusableFile, end_token
 
+OTHERS_ON_GPU = "; if another process uses this GPU, name another one with --device cuda:<n> or CUDA_VISIBLE_DEVICES"
 GPU_SHARE = 0.9  # of what is free before loading; the rest is left to activations, logits and CUDA itself
 WARM_UP_PROMPTS = (1, 8, 32)  # lengths in tokens; the first is the cold process's
 
@@ -66,12 +68,12 @@ def assemble(
         raise ConfigError(
             f"--max-step-tokens: {config.batch.max_step_tokens} rows have no room for --max-running {config.batch.max_running}"
         )
-    device = config.engine.device if config.engine.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(config.engine.device)
     try:
         model = read_model_config(model_dir)
         if config.batch.max_model_len > model.max_model_len:
             raise ConfigError(f"--max-model-len: {config.batch.max_model_len} is more than the model's {model.max_model_len}")
-        kv_blocks = _kv_blocks(config, model, model_dir, device)
+        kv_blocks, lora_bytes = _memory(config, model, model_dir, device)
         runner = open_backend(
             BackendOptions(
                 model_dir=model_dir,
@@ -80,7 +82,7 @@ def assemble(
                 device=device,
                 block_size=config.kv.block_size,
                 kv_blocks=kv_blocks,
-                lora_bytes=config.adapters.lora_bytes,
+                lora_bytes=lora_bytes,
                 max_lora_rank=config.adapters.max_lora_rank,
                 max_loras=config.adapters.max_loras,
                 elastic=_shares_memory(config, device),
@@ -136,7 +138,7 @@ def assemble(
         max_lora_rank=config.adapters.max_lora_rank,
         kv_block_bytes=runner.kv_block_bytes if runner.elastic else 0,
         copies=_copies(config, runner),
-        kv_format=_kv_format(config, model_dir, runner) if config.kv.prefix_cache else "",
+        kv_format=_kv_format(config, model, model_dir, runner) if config.kv.prefix_cache else "",
         kv_token_bytes=runner.kv_block_bytes // config.kv.block_size,
         pin_slots=config.adapters.max_loras // PIN_SHARE,
         pin_bytes=min(runner.lora_bytes_total, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
@@ -149,10 +151,10 @@ def assemble(
     return Assembly(engine, limits, model.vocab_size, frozenset({*model.eos_token_ids, *ends}), parse_adapter)
 
 
-def _kv_format(config: WorkerConfig, model_dir: Path, runner: Backend) -> str:
+def _kv_format(config: WorkerConfig, model: ModelConfig, model_dir: Path, runner: Backend) -> str:
     """A digest of everything that the bytes of a KV block depend on besides its tokens, adapter and tenant."""
     types = str(runner.dtype), config.kv.kv_cache_dtype
-    facts = (config.engine.load_format, runner.numerics, *types, config.engine.quantization, config.kv.block_size)
+    facts = (model, config.engine.load_format, runner.numerics, *types, config.engine.quantization, config.kv.block_size)
     return blake2b((checkpoint_digest(model_dir) + repr(facts)).encode(), digest_size=16).hexdigest()
 
 
@@ -176,35 +178,51 @@ def _shares_memory(config: WorkerConfig, device: str) -> bool:
     return config.engine.device_memory == "shared" or (config.engine.device_memory == "auto" and device == "cpu")
 
 
-def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
+def _device(wanted: str) -> str:
+    """The device of `--device`. Raises ConfigError for a GPU that is not there."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted != "cpu":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (torch.device(wanted).index or 0) >= count:
+            raise ConfigError(f"--device {wanted}: PyTorch sees {count} GPUs here, numbered from 0 (see CUDA_VISIBLE_DEVICES)")
+    return wanted
+
+
+def _memory(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> tuple[int, int]:
+    """(KV blocks, bytes for adapters) in the memory that the weights leave. Raises ConfigError when it is too little."""
     block_bytes = kv_bytes_per_block(
         model, dtype=config.engine.dtype, block_size=config.kv.block_size, kv_cache_dtype=config.kv.kv_cache_dtype
     )
     quantization = quantization_of(config.engine.quantization, model)
-    itemsize = {"int8": 1.0, "int4": 9 / 16}.get(quantization, resolve_dtype(config.engine.dtype, model).itemsize)
+    dtype = resolve_dtype(config.engine.dtype, model)
+    itemsize = {"int8": 1.0, "int4": 9 / 16}.get(quantization, dtype.itemsize)
     if config.engine.load_format == "dummy":
         weights = int(parameters(model) * itemsize)
     else:
-        weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+        weights = sum(path.stat().st_size for path in files_of(model_dir))
         if model.quantization is None:
             weights = int(weights * itemsize / resolve_dtype("auto", model).itemsize)
         elif device != "cpu":  # as floats there
-            weights = parameters(model) * resolve_dtype(config.engine.dtype, model).itemsize
+            weights = parameters(model) * dtype.itemsize
     on_cpu = device == "cpu"
     free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
-    left = free - weights - config.adapters.lora_bytes
+    left = free - weights
     if not on_cpu and _shares_memory(config, device):
         pages = pages_of(numbered(torch.device(device)))
         assert pages is not None, "it is not a CPU"
         left -= edge_bytes(model.num_layers, block_bytes, pages.page_bytes, spare_blocks=1)
     elif config.adapters.merge == "on" and not on_cpu:
         left -= weights  # the most that a merged copy takes; in shared memory it borrows KV blocks
-    if left <= 0:
+    rank_bytes = sum(map(sum, model.projection_shapes().values())) * model.num_layers * dtype.itemsize
+    lora_bytes = lora_bytes_for(config.adapters, rank_bytes=rank_bytes, free_bytes=max(0, left), on_cpu=on_cpu)
+    if left <= lora_bytes:
         raise ConfigError(
-            f"--model: weights of {weights >> 20} MiB and --lora-memory-mib {config.adapters.lora_memory_mib}"
-            f" do not fit in the {free >> 20} MiB that are free on {device}"
+            f"--model: weights of {weights >> 20} MiB and {lora_bytes >> 20} MiB for adapters (--lora-memory-mib) do not fit in"
+            f" the {free >> 20} MiB that are free on {device}" + ("" if on_cpu else OTHERS_ON_GPU)
         )
-    return kv_blocks_for(config.kv, block_bytes=block_bytes, free_bytes=left, on_cpu=on_cpu)
+    kv_blocks = kv_blocks_for(config.kv, block_bytes=block_bytes, free_bytes=left - lora_bytes, on_cpu=on_cpu)
+    return kv_blocks, lora_bytes
 
 
 def _warm_up(engine: Engine, limits: WorkerLimits, vocab_size: int, times: StepTimes) -> None:

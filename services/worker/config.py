@@ -11,6 +11,7 @@ from msgspec import Meta
 from motet.policies.cold_start import Forced
 from motet.policies.eviction import EvictionName
 from motet.policies.request_queues import QueuesName
+from motet.shared.adapter_blob import PAGE_RANKS, pages_for
 from motet.shared.config import (
     COMMON,
     MAX_LORA_RANK,
@@ -26,6 +27,8 @@ GIB = 1 << 30
 MIB = 1 << 20
 CPU_KV_GIB = 1.0
 CPU_KV_SHARE = 0.25
+LORA_LEAST_MIB = 256
+LORA_ADAPTERS, LORA_RANK, LORA_SHARE = 32, 64, 0.25
 
 
 class WorkerEngineConfig(Config, frozen=True, kw_only=True):
@@ -148,7 +151,15 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
 
     max_lora_rank: MaxLoraRank = MAX_LORA_RANK
     max_loras: Annotated[int, Meta(ge=1, le=4096, description="maximum adapters on the device", extra=COMMON)] = 64
-    lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory in MiB for adapter weights", extra=COMMON)] = 256
+    lora_memory_mib: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="device memory in MiB for adapter weights; 0: at least 256 and an adapter of --max-lora-rank, on a GPU"
+            " 32 of rank 64 if they fit in a quarter of what the weights leave (--engine vllm: 256)",
+            extra=COMMON,
+        ),
+    ] = 0
     host_cache_mib: Annotated[int, Meta(ge=1, description="host memory in MiB for adapters that are not in use")] = 1024
     disk_cache_mib: Annotated[
         int,
@@ -192,10 +203,6 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
             extra=PER_PROCESS,
         ),
     ] = ""
-
-    @property
-    def lora_bytes(self) -> int:
-        return self.lora_memory_mib * MIB
 
 
 class ColdConfig(Config, frozen=True, kw_only=True):
@@ -249,6 +256,23 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     def engine_threads(self) -> int:
         """How many CPU threads the engine uses: as asked, or every core this process may run on but those of assistants."""
         return self.engine.threads or max(1, len(os.sched_getaffinity(0)) - self.cold.assist_processes)
+
+
+def lora_bytes_for(config: AdaptersConfig, *, rank_bytes: int, free_bytes: int, on_cpu: bool) -> int:
+    """How many bytes to reserve for adapters when the weights leave `free_bytes` of the device's memory.
+
+    `rank_bytes`: what an adapter takes per rank, on all projections. The default holds any adapter that the worker accepts, and
+    on a GPU `LORA_ADAPTERS` of them, up to `LORA_SHARE` of the memory; one adapter may take half.
+    """
+    if config.lora_memory_mib:
+        return config.lora_memory_mib * MIB
+
+    def size(rank: int) -> int:
+        return pages_for(rank) * PAGE_RANKS * rank_bytes
+
+    largest, several = size(config.max_lora_rank), LORA_ADAPTERS * size(min(config.max_lora_rank, LORA_RANK))
+    room = max(int(LORA_SHARE * free_bytes), min(largest, free_bytes // 2))
+    return max(LORA_LEAST_MIB * MIB, min(largest if on_cpu else max(largest, several), room))
 
 
 def kv_blocks_for(config: KvConfig, *, block_bytes: int, free_bytes: int, on_cpu: bool) -> int:

@@ -51,7 +51,9 @@ from motet.shared.checkpoint_digest import checkpoint_digest
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
+from motet.shared.generation_config import notes
 from motet.shared.heap import uncollected
+from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.messages import (
@@ -139,6 +141,8 @@ class WorkerService:
         """Load the model, then announce the worker. A failure is announced too."""
         try:
             self._model_dir = await asyncio.to_thread(resolve_model, self.config.base.model)
+            for note in _notes(self._model_dir):
+                log.warning(note)
             if self.config.engine.engine == "vllm":
                 from motet.services.worker.vllm_engine.assemble import make_engine
 
@@ -498,6 +502,14 @@ def _measure_copies(copies: CopyStats) -> None:
         metrics.ASSIST_ROWS.labels(where).inc(rows)
     for reason, count in copies.failures.items():
         metrics.ASSIST_FAILURES.labels(reason).inc(count)
+
+
+def _notes(model_dir: Path) -> list[str]:
+    """What the log should tell about the model's files. Raises ConfigError."""
+    try:
+        return notes(model_dir)
+    except UnsupportedModel as error:
+        raise ConfigError(f"--model: {error}") from None
 
 
 def _profiled(config: WorkerConfig) -> PerfModel:

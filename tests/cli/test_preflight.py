@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from motet.cli.preflight import preflight
 from motet.examples.demo import DEMO
+from motet.services.worker.engine.model_config import read_model_config
 from motet.shared.config import ConfigError
 
 
@@ -60,6 +61,15 @@ def with_another_tensor(home: Path) -> None:
     save_file(load_file(path) | {"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)}, path)
 
 
+def negative_end_token(home: Path) -> None:
+    edit(home / "generation_config.json", eos_token_id=None)
+    edit(home / "config.json", eos_token_id=-1)
+
+
+def nested(home: Path) -> None:
+    (home / "config.json").write_text('{"a":' * 100_000)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config.json": (without("config.json"), "has no config.json"),
     "no tokenizer": (without("tokenizer.json"), "has no tokenizer.json"),
@@ -78,7 +88,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         config(rms_norm_eps={"__float__": "Infinity"}),
         "config.json: rms_norm_eps is inf",
     ),
-    "a negative end token": (config(eos_token_id=-1), "eos_token_id is"),
+    "a negative end token": (negative_end_token, "config.json: eos_token_id is -1"),
     "a negative end token for generation": (
         generation(eos_token_id=[2, -7]),
         "generation_config.json: eos_token_id is [2, -7]",
@@ -87,15 +97,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "max_new_tokens negative": (generation(max_new_tokens=-5), "generation_config.json: max_new_tokens is -5"),
     "temperature NaN": (generation(temperature=float("nan")), "generation_config.json: temperature is nan"),
     "top_p as text": (generation(top_p="0.9"), "generation_config.json: top_p is '0.9'"),
-    "config.json nested without end": (
-        lambda home: (home / "config.json").write_text('{"a":' * 100_000),  # type: ignore[dict-item]
-        "config.json cannot be read",
-    ),
+    "config.json nested without end": (nested, "config.json cannot be read"),
 }
-BROKEN["a negative end token"] = (
-    lambda home: (generation(eos_token_id=None)(home), config(eos_token_id=-1)(home))[0],
-    "config.json: eos_token_id is -1",
-)
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -119,6 +122,14 @@ def test_a_good_model_passes_without_a_word(model_dir: Path) -> None:
 def test_two_spellings_that_disagree_are_noted(model_dir: Path) -> None:
     edit(model_dir / "config.json", dtype="float32", torch_dtype="bfloat16")
     assert preflight(model_dir) == ['config.json: dtype "float32" counts, not torch_dtype "bfloat16"']
+
+
+def test_an_end_token_beyond_the_vocabulary_is_noted_and_ignored(model_dir: Path) -> None:
+    edit(model_dir / "generation_config.json", eos_token_id=[2, 288, 999])
+    assert preflight(model_dir) == [
+        "generation_config.json: eos_token_id [288, 999] is beyond the vocabulary of 288: it is ignored"
+    ]
+    assert read_model_config(model_dir).eos_token_ids == (2,)
 
 
 def test_weights_are_not_looked_for_where_random_ones_are_served(model_dir: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.policies.pins import PIN_SHARE
-from motet.services.worker.config import GIB, MIB, WorkerConfig, free_host_bytes
+from motet.services.worker.config import GIB, LORA_LEAST_MIB, MIB, WorkerConfig, free_host_bytes
 from motet.services.worker.engine.model_config import read_model_config
 from motet.services.worker.engine_thread import StepReport
 from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
@@ -48,7 +48,7 @@ def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepRe
         raise ConfigError("--assist-processes: only the native engine has CPU LoRA processes")
     dtype = config.engine.dtype if config.engine.dtype != "auto" else stored_type(model_dir)
     slot_bytes = _slot_bytes(model_dir, padded_rank(config.adapters.max_lora_rank), 4 if dtype == "float32" else 2)
-    slots = min(config.adapters.max_loras, max(1, config.adapters.lora_bytes // slot_bytes))
+    slots = min(config.adapters.max_loras, max(1, (config.adapters.lora_memory_mib or LORA_LEAST_MIB) * MIB // slot_bytes))
     log.info(
         "adapter slots",
         extra={"slots": slots, "mib_each": round(slot_bytes / MIB, 1), "of_rank": config.adapters.max_lora_rank},

@@ -168,7 +168,7 @@ def test_memory_that_is_shared_has_room_for_pages_used_in_part_and_none_for_a_me
 
     def blocks(option: str, merge: str) -> int:
         config = WorkerConfig.of(model=str(bed.model_dir), device_memory=option, merge=merge, block_size=16)
-        return assemble._kv_blocks(config, model, bed.model_dir, "cuda:3")
+        return assemble._memory(config, model, bed.model_dir, "cuda:3")[0]
 
     edges = device_memory.edge_bytes(model.num_layers, block_bytes, PAGE, spare_blocks=1)
     assert blocks("fixed", "off") - blocks("shared", "off") == pytest.approx(edges / block_bytes, abs=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from motet.kernels.device import DeviceStreams, cuda_streams
+from motet.kernels.device import DeviceStreams, cuda_streams, numbered
 from motet.kernels.device.driver import DriverError, MemoryOperations
 from motet.kernels.library_attention import agreeing_library
 from motet.services.worker.engine.backend import BackendMissing, BackendOptions
@@ -24,6 +24,7 @@ def triton(options: BackendOptions) -> ModelRunner:
     """
     if torch.device(options.device).type != "cuda":
         raise BackendMissing(f"the model is on {options.device}")
+    torch.cuda.set_device(numbered(torch.device(options.device)))  # of this thread: Triton launches on the current device
     memory = reserve(options, spare_blocks=1)
     library = lora_library() if options.assist_cores else None
     scratch_block = memory.cache.null_block - 1  # the spare one
