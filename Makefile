@@ -21,7 +21,7 @@ VLLM_MOTET_STAMP := $(VLLM_VENV)/.installed-motet
 LLAMA_VENV := .venv-llama
 LLAMA_STAMP := $(LLAMA_VENV)/.installed
 
-.PHONY: help setup serve test vllm test-vllm chaos fuzz soak mutants demo check format sanitize bench-quick bench-peers gpu-bundle triton-other compose-secrets compose-test lock clean
+.PHONY: help setup serve test vllm test-vllm chaos fuzz soak mutants first-hour demo check format sanitize bench-quick bench-peers gpu-bundle triton-other compose-secrets compose-test lock clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,7 @@ test: $(DEV_STAMP) ## the test suite, in two processes per core
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "not bench" $(ARGS)
 
 chaos: $(DEV_STAMP) ## kill, freeze and cut off every process of a mesh under load; no answer may be lost or repeated
+	@$(BIN)/python -m tests.chaos.disk
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
 fuzz: $(DEV_STAMP) ## send malformed input to every interface for ten minutes; it must be refused without harm
@@ -60,6 +61,9 @@ soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going; memor
 
 mutants: $(DEV_STAMP) ## alter 300 lines of policies/, one at a time, and see that a test fails for each; half an hour (CONTRIBUTING.md)
 	@$(BIN)/python .ci/mutants.py $(ARGS)
+
+first-hour: $(DEV_STAMP) ## a newcomer: fresh clone, both commands, an own adapter, ten mistakes (ARGS=--reuse: without installing)
+	@$(BIN)/python -m tests.first_hour $(ARGS)
 
 demo: $(RUN_STAMP) ## run a tour of every feature on free ports and check every answer
 	@$(BIN)/python -m motet demo $(ARGS)

@@ -184,13 +184,14 @@ class AdapterWatch:
             gone = self._versions.pop(key.removeprefix(VERSION), None)
         elif key.startswith(CHAT):
             self._chats.pop(key.removeprefix(CHAT), None)
-        elif key == REFUSED:
+        elif key == REFUSED and self.refused != RefusedAdapters():
             gone, self.refused = self.refused, RefusedAdapters()
         if gone is not None:
             self._changed()
 
     def _reconcile(self, keys: set[str]) -> None:
         known = [entry_key(*owned) for owned in self._entries] + [VERSION + digest for digest in self._versions] + [REFUSED]
+        known += [CHAT + digest for digest in self._chats]
         for key in known:
             if key not in keys:
                 self._delete(key)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from nats import errors as nats_errors
@@ -33,6 +33,7 @@ from motet.shared.clock import now_s
 from motet.shared.config import BusConfig, read_secret
 from motet.shared.errors import DeadlineExceeded, MotetError, Overloaded, TooLarge, Unavailable
 from motet.shared.messages import Refused
+from motet.shared.stores import Stores
 from motet.shared.telemetry import BUS_RECONNECTS, BUS_REFUSED, BUS_REQUEST_S, logger
 
 T = TypeVar("T")
@@ -47,7 +48,15 @@ PENDING_BYTES = 64 * 1024 * 1024
 OUTBOX_BYTES = 16 * 1024 * 1024
 PING_S, PINGS = 0.5, 2  # a server that answers none of `PINGS` pings is lost: after 1.5 s at most
 REFUSED_S = 10.0  # so long may a server that we return to refuse our credentials: it may be reloading its configuration
+FAMILY_WORDS = 4  # of a subject: the stream, but not the message
 FULL = (10023, 10028, 10047, TAKEN_OR_FULL)  # no resources; account's storage; server's storage; a limit of the stream
+
+
+class Watch(Protocol):
+    """A watch of a bucket."""
+
+    def trouble(self) -> str:
+        """Why its bucket cannot be followed; "" if it is."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -94,6 +103,9 @@ class Bus:
         self._closing = False
         self._refused_since_s: float | None = None
         self._lost = ""
+        self.stores = Stores()
+        self.watches: list[Watch] = []
+        """The watches of buckets that run (`shared.kv_watch`)."""
 
     @classmethod
     async def connect(cls, config: BusConfig, name: str, *, inbox: str = "client") -> Bus:
@@ -149,6 +161,7 @@ class Bus:
 
     async def _on_reconnect(self) -> None:
         self._subscribed, self._refused_since_s = True, None
+        self.stores.forget()
         BUS_RECONNECTS.inc()
         log.info("bus reconnected")
 
@@ -170,6 +183,17 @@ class Bus:
         elif self.nc.is_closed and not self._closing:  # its callback is not always called
             self._lose(f"NATS closed the connection: {self.nc.last_error}")
         return self._lost
+
+    def troubles(self) -> list[str]:
+        """Why a connected NATS does not do its work, for `/ready`: streams that store nothing, buckets that cannot be read."""
+        if not self.connected:
+            return []
+        unwritable = [
+            f"NATS has stored nothing in {stream} for {since_s:.0f} s: its disk is or was full; a nats-server keeps such an"
+            " error until it is restarted"
+            for stream, since_s in self.stores.unwritable().items()
+        ]
+        return [*unwritable, *(trouble for watch in self.watches if (trouble := watch.trouble()))]
 
     @property
     def reconnects(self) -> int:
@@ -214,6 +238,10 @@ class Bus:
         size = nats_compat.stored_bytes(data, headers)
         if size > self.max_payload:
             raise self._too_large(subject, size)
+        with self.stores.writing(".".join(subject.split(".")[:FAMILY_WORDS])):
+            return await self._store(subject, data, headers, size)
+
+    async def _store(self, subject: str, data: bytes, headers: Mapping[str, str], size: int) -> bool:
         try:
             await self.js.publish(subject, data, headers=dict(headers))
         except js_errors.APIError as error:

@@ -130,6 +130,7 @@ class KeyStore:
         self._by_id: dict[str, ApiKey] = {}
         self._by_digest: dict[str, ApiKey] = {}
         self._revoked: set[str] = set()  # here, and not yet reported by the watch, which may still report earlier changes
+        self._vanished: set[str] = set()  # known once, and gone without a revocation: NATS has lost them
         self._watch = KvWatch(bus, subjects.KV_KEYS, "*", on_put=self._put, on_delete=self._deleted, on_synced=self._reconcile)
 
     async def start(self) -> None:
@@ -139,6 +140,15 @@ class KeyStore:
     async def stop(self) -> None:
         """Stop following; the last state stays readable."""
         await self._watch.stop()
+
+    def trouble(self) -> str:
+        """Why stored keys are missing; "" if none are. A missing key gives no access."""
+        if not self._vanished:
+            return ""
+        return (
+            f"{len(self._vanished)} API keys have vanished from the bucket {subjects.KV_KEYS} and were not revoked: NATS has"
+            " lost data; restore it or make new keys, then restart the gateways"
+        )
 
     def find(self, key: str) -> ApiKey | None:
         """The record of a key; None if the key is unknown or has expired."""
@@ -252,6 +262,7 @@ class KeyStore:
 
     def _keep(self, record: ApiKey) -> None:
         self._forget(record.id)
+        self._vanished.discard(record.id)
         self._by_id[record.id] = self._by_digest[record.digest] = record
 
     def _forget(self, key_id: str) -> None:
@@ -261,8 +272,10 @@ class KeyStore:
 
     def _reconcile(self, keys: set[str]) -> None:
         self._revoked &= keys
-        for key_id in self._by_id.keys() - keys:
+        for key_id in self._by_id.keys() - keys:  # a revoked key has left a marker, so it was forgotten before
+            log.error("API key vanished from its bucket", extra={"id": key_id})
             self._forget(key_id)
+            self._vanished.add(key_id)
 
 
 def _decoded(key_id: str, value: bytes) -> ApiKey | None:

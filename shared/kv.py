@@ -25,13 +25,13 @@ class KvEntry(NamedTuple):
 class Bucket:
     """One bucket. Make one with `await Bucket.open(...)`."""
 
-    def __init__(self, name: str, keys: KeyValue) -> None:
-        self._name, self._keys = f"bucket {name}", keys
+    def __init__(self, bus: Bus, name: str, keys: KeyValue) -> None:
+        self._stores, self._name, self._keys = bus.stores, f"bucket {name}", keys
 
     @classmethod
     async def open(cls, bus: Bus, name: str, *, wait_s: float = 15.0) -> Bucket:
         """The bucket, once the registry has provisioned it. Raises Unavailable after `wait_s`."""
-        return cls(name, await bus.key_value(name, wait_s=wait_s))
+        return cls(bus, name, await bus.key_value(name, wait_s=wait_s))
 
     async def get(self, key: str) -> KvEntry | None:
         """The value of `key`; None if there is none."""
@@ -44,7 +44,7 @@ class Bucket:
 
     async def put(self, key: str, value: bytes) -> int:
         """Write `value`, replacing any earlier one; returns its revision."""
-        with reaching(self._name):
+        with self._stores.writing(self._name), reaching(self._name):
             return await self._keys.put(key, value)
 
     async def replace(self, key: str, value: bytes, revision: int) -> int | None:
@@ -52,7 +52,7 @@ class Bucket:
 
         Returns the new revision, None if the key has changed.
         """
-        with reaching(self._name):
+        with self._stores.writing(self._name), reaching(self._name):
             try:
                 return await (self._keys.update(key, value, last=revision) if revision else self._keys.create(key, value))
             except js_errors.KeyWrongLastSequenceError:
@@ -60,7 +60,7 @@ class Bucket:
 
     async def delete(self, key: str, revision: int | None = None) -> bool:
         """Delete `key`, with `revision` only if that is still the key's revision. Returns False if the key has changed."""
-        with reaching(self._name):
+        with self._stores.writing(self._name), reaching(self._name):
             try:
                 return await self._keys.delete(key, last=revision)
             except js_errors.APIError as error:

@@ -32,6 +32,7 @@ HEARTBEAT_S = 0.5
 DEAF_S = 1.75
 LOOK_S = 0.25  # how often a silent pass looks at the connection
 RETRY_S = 0.1
+UNREAD_S = 5.0  # without the present state: then it is a trouble of the bucket, not of a moment
 
 
 class KvWatch:
@@ -59,24 +60,28 @@ class KvWatch:
         self._first = asyncio.Event()
         self._synced = False
         self._heard_s = 0.0
+        self._came_s = 0.0  # the last value, or heartbeat once the present state is complete
         self.revision = 0
         """The revision of the last change that was reported in this pass."""
 
     async def start(self, *, wait_s: float = 15.0) -> None:
         """Start following; returns once the present state is reported. Raises Unavailable when nothing arrived for `wait_s`."""
         await self._bus.key_value(self._bucket, wait_s=wait_s)
-        self._heard_s = now_s()
+        self._heard_s = self._came_s = now_s()
         self._task = self._bus.spawn(self._follow())
+        self._bus.watches.append(self)
         while not self._first.is_set():
             try:
                 await asyncio.wait_for(self._first.wait(), timeout=wait_s)
             except TimeoutError:
-                if now_s() - self._heard_s > wait_s:
-                    self._task.cancel()
-                    raise Unavailable(f"bucket {self._bucket} cannot be watched") from None
+                if now_s() - self._came_s > wait_s:
+                    await self.stop()
+                    raise Unavailable(self._unread()) from None
 
     async def stop(self) -> None:
         """Stop following."""
+        if self in self._bus.watches:
+            self._bus.watches.remove(self)
         while self._task is not None and not self._task.done():  # wait_for swallows a cancellation that meets its result
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=0.5)
@@ -86,11 +91,20 @@ class KvWatch:
         """Whether the reported state is current: in sync, connected, and with a message from the server within `DEAF_S`."""
         return self._synced and self._bus.connected and now_s() - self._heard_s < DEAF_S
 
+    def trouble(self) -> str:
+        """Why the bucket cannot be followed; "" if it is, or was until a moment ago."""
+        return self._unread() if now_s() - self._came_s > UNREAD_S else ""
+
+    def _unread(self) -> str:
+        return f"bucket {self._bucket} cannot be read: its stream KV_{self._bucket} is missing or damaged, or does not answer"
+
     async def _follow(self) -> None:
         while True:
             try:
                 if self._bus.connected:
                     await self._pass()
+                else:
+                    self._came_s = now_s()  # not the bucket's trouble
             except nats_compat.FAILURES as error:
                 log.info("watch interrupted", extra={"bucket": self._bucket, "error": repr(error)})
             finally:
@@ -142,12 +156,15 @@ class KvWatch:
             if msg is None:
                 continue
             self._heard_s = now_s()
+            if self._synced:
+                self._came_s = self._heard_s
             if await nats_compat.answered_control(self._bus.nc, msg, sequence):
                 continue
             at = msg.metadata
             if at.sequence.consumer != sequence + 1:
                 raise js_errors.Error(f"{at.sequence.consumer - sequence - 1} updates lost")
             sequence += 1
+            self._came_s = self._heard_s
             key, headers = msg.subject.removeprefix(self._prefix), msg.headers or {}
             deleted = headers.get(KV_OP) in (KV_DEL, KV_PURGE) or KV_MARKER_REASON in headers
             if keys is not None:
@@ -172,5 +189,5 @@ class KvWatch:
             self._on_synced(keys)
         except Exception:
             log.exception("watcher failed", extra={"bucket": self._bucket})
-        self._synced = True
+        self._synced, self._came_s = True, now_s()
         self._first.set()

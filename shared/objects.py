@@ -51,7 +51,7 @@ class Objects:
     async def put(self, name: str, data: bytes | Readable, *, chunk_bytes: int | None = None) -> None:
         """Store an object; an older object of this name is replaced."""
         meta = None if chunk_bytes is None else ObjectMeta(options=ObjectMetaOptions(max_chunk_size=chunk_bytes))
-        with reaching(self._name):
+        with self._bus.stores.writing(self._name), reaching(self._name):
             await self._store.put(name, data, meta)  # type: ignore[arg-type]
 
     async def info(self, name: str) -> ObjectInfo | None:

@@ -64,7 +64,7 @@ class BusService:
     def not_ready(self) -> list[str]:
         if self._bus is None or not self._bus.connected:
             return [f"no connection to NATS at {self._nats_url}"]
-        return []
+        return self._bus.troubles()
 
     def failure(self) -> str:
         return self._bus.lost if self._bus is not None else ""

@@ -23,6 +23,12 @@ LATENCY_BUCKETS_S = (
 BUS_REFUSED = Counter(
     "motet_bus_refused", "Messages refused or dropped, and connection errors, by reason.", ["reason"], registry=REGISTRY
 )
+BUS_STORE_FAILURES = Counter(
+    "motet_bus_store_failures", "Messages that NATS did not store, by stream or bucket.", ["stream"], registry=REGISTRY
+)
+BUS_UNWRITABLE = Gauge(
+    "motet_bus_unwritable", "1 for a stream or bucket that has stored nothing for 5 s.", ["stream"], registry=REGISTRY
+)
 BUS_RECONNECTS = Counter("motet_bus_reconnects", "Reconnections to NATS.", registry=REGISTRY)
 BUS_REQUEST_S = Histogram(
     "motet_bus_request_seconds",

@@ -11,6 +11,10 @@ Each declared token is one token, with the vocabulary's id or the next free one;
 transformers' `TokenizersBackend` (`PreTrainedTokenizerFast`), which vLLM uses as well. Like it, this module ignores
 add_bos_token and add_eos_token: tokenizer.json's own post-processor decides. `clean_up_tokenization_spaces` is not applied: a
 stream could not, and vLLM's do not.
+
+One class of transformers leaves parts of tokenizer.json out: `LlamaTokenizer`, for Llamas whose configuration names it and that
+have pieces of SentencePiece (Llama 2, TinyLlama). It marks a space before the first word only, not after every special token.
+AutoTokenizer, which vLLM uses, and Motet do the same (`_as_llama`). `Qwen2Tokenizer` has what Qwen's tokenizer.json says.
 """
 
 from __future__ import annotations
@@ -20,14 +24,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_MAP_FILE = "special_tokens_map.json"
 ADDED_FILE = "added_tokens.json"
 TEMPLATES_DIR = "additional_chat_templates"
-FILES = (CONFIG_FILE, SPECIAL_MAP_FILE, ADDED_FILE, "chat_template.jinja", "chat_template.json", "processor_config.json")
+MODEL_FILE = "config.json"
+FILES = (
+    MODEL_FILE,
+    CONFIG_FILE,
+    SPECIAL_MAP_FILE,
+    ADDED_FILE,
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+)
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -113,6 +126,8 @@ def load_tokenizer(model_dir: Path, texts: Mapping[str, str] | None = None) -> M
         raise UnusableFile(f"tokenizer.json cannot be read: {error}") from None
     listed = backend.get_added_tokens_decoder()
     declared = _declared(texts, listed)
+    if _is_llama(texts, backend):
+        _as_llama(backend, json_object(texts, CONFIG_FILE), declared.named)
     if backend.padding is not None:
         declared.named.setdefault("pad_token", backend.padding["pad_token"])
     backend.no_truncation()
@@ -127,10 +142,7 @@ def end_token(model_dir: Path) -> int | None:
 
     vLLM ends an answer there, besides the end tokens of generation_config.json or config.json.
     """
-    texts = read_texts(model_dir)
-    if "eos_token" not in special_tokens(texts) or not (model_dir / "tokenizer.json").is_file():
-        return None
-    return load_tokenizer(model_dir, texts).id_of("eos_token")
+    return load_tokenizer(model_dir).id_of("eos_token") if (model_dir / "tokenizer.json").is_file() else None
 
 
 class _Declared(NamedTuple):
@@ -150,6 +162,29 @@ class _Declared(NamedTuple):
         for one in tokens:
             one.special = one.special or one.content in names
         return tokens
+
+
+def _is_llama(texts: Mapping[str, str], backend: Tokenizer) -> bool:
+    """Whether transformers' AutoTokenizer takes `LlamaTokenizer` for the model. That class makes no byte-level tokenizers."""
+    model, settings = json_object(texts, MODEL_FILE), json_object(texts, CONFIG_FILE)
+    named = str(settings.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix("Fast")
+    if model.get("model_type") != "llama" or named != "LlamaTokenizer" or not isinstance(backend.model, models.BPE):
+        return False
+    return not any("ByteLevel" in repr(part) for part in (backend.pre_tokenizer, backend.decoder))
+
+
+def _as_llama(backend: Tokenizer, settings: Mapping[str, Any], named: dict[str, str | AddedToken]) -> None:
+    """Replace the parts of a tokenizer that `LlamaTokenizer` does not take from tokenizer.json; name its special tokens."""
+    for name, token in (("unk_token", "<unk>"), ("bos_token", "<s>"), ("eos_token", "</s>")):
+        if name not in settings:
+            named.setdefault(name, token)
+    spaced = settings.get("add_prefix_space") in (None, True)
+    scheme = ("always" if settings.get("legacy") else "first") if spaced else "never"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps + ([decoders.Strip(content=" ", left=1)] if spaced else []))
+    backend.model.fuse_unk = backend.model.byte_fallback = True
 
 
 def _declared(texts: Mapping[str, str], listed: Mapping[int, AddedToken]) -> _Declared:

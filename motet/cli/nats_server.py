@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import aiohttp
+
 from motet.cli.lifeline import dying_with_parent
 from motet.shared.clock import now_s
 
@@ -41,6 +43,8 @@ class NatsServer:
         self.log_path = log_path or data_dir / "nats.log"
         self._config_text = config_text
         self._process: subprocess.Popen[bytes] | None = None
+        self._store_bytes = 0  # the most that JetStream could ever have
+        self._monitor_url = ""
         self.url = ""
 
     async def start(self, *, timeout_s: float = 10.0) -> str:
@@ -51,8 +55,9 @@ class NatsServer:
         config.touch(mode=0o600)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(
-            f'host: "{self.host}"\nport: {self.port}\nports_file_dir: "{ports_dir}"\n'
-            f'jetstream {{ store_dir: "{self.data_dir / "jetstream"}" }}\nmax_payload: 8MB\nmax_pending: 256MB\n'
+            f'host: "{self.host}"\nport: {self.port}\nhttp: "127.0.0.1:-1"\nports_file_dir: "{ports_dir}"\n'
+            f'jetstream {{ store_dir: "{self.data_dir / "jetstream"}", max_file_store: {self._room()} }}\n'
+            f"max_payload: 8MB\nmax_pending: 256MB\n"
             f'write_deadline: 10s\nlog_file: "{self.log_path}"\nlogfile_size_limit: 4MB\nlogfile_max_num: 2\n'
             f"{self._config_text}\n"
         )
@@ -73,7 +78,8 @@ class NatsServer:
                     raise NatsStartError("nats-server did not start:\n" + self.log_path.read_text()[-2000:])
                 for ports in ports_dir.glob("*.ports"):
                     try:
-                        url = json.loads(ports.read_text())["nats"][0]
+                        addresses = json.loads(ports.read_text())
+                        url, self._monitor_url = addresses["nats"][0], addresses["monitoring"][0]
                     except (json.JSONDecodeError, KeyError, IndexError):
                         continue  # still being written
                     self.url = url
@@ -82,6 +88,29 @@ class NatsServer:
                 await asyncio.sleep(0.02)
         finally:
             shutil.rmtree(ports_dir, ignore_errors=True)
+
+    def _room(self) -> int:
+        """Bytes that JetStream may store: what it stores, and three quarters of what is free on its disk.
+
+        The server's own limit leaves out what it stores already, so a server with much data and little room would store nothing
+        after a restart. The limit of an earlier start stays: the disk may have been full only for a while.
+        """
+        stored = sum(path.stat().st_size for path in (self.data_dir / "jetstream").rglob("*") if path.is_file())
+        free = shutil.disk_usage(self.data_dir).free
+        self._store_bytes = max(self._store_bytes, stored + free // 4 * 3)
+        return self._store_bytes
+
+    async def write_errors(self) -> list[str]:
+        """The streams that store nothing because of an earlier write error; none while the server does not answer."""
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session,
+                session.get(f"{self._monitor_url}/healthz", params={"details": "true"}) as answer,
+            ):
+                errors = (await answer.json(content_type=None)).get("errors") or []
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return []
+        return [error["stream"] for error in errors if "write error" in error.get("error", "") and "stream" in error]
 
     @property
     def running(self) -> bool:

@@ -45,6 +45,8 @@ class Progress:
         self._rows: dict[str, tuple[State, str, float]] = {}
         self._spinner = Spinner("dots")
         self._live: Live | None = None
+        self.silent = False
+        """Changes of children are not printed: after a failed start the reason is the last word."""
 
     async def __aenter__(self) -> Progress:
         if self._console.is_terminal:
@@ -78,7 +80,7 @@ class Progress:
     def changed(self, name: str, state: State, note: str) -> None:
         before = self._rows.get(name)
         self._rows[name] = (state, note, self.elapsed_s)
-        if self._live is None and (before is None or _words(before) != _words(self._rows[name])):
+        if self._live is None and not self.silent and (before is None or _words(before) != _words(self._rows[name])):
             self.line(f"{name:<12} {state}{f': {note}' if note else ''}")
 
     def line(self, text: str) -> None:

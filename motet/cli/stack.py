@@ -11,6 +11,7 @@ The stack owns the gateways' listening sockets. So a gateway can be replaced, or
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -27,6 +28,7 @@ import msgspec
 
 from motet.cli import credentials
 from motet.cli.gpus import VARIABLE
+from motet.cli.nats_health import keep_writable
 from motet.cli.nats_server import NatsServer
 from motet.cli.options import words_for
 from motet.cli.process import Child, NatsProcess, ServiceProcess, ServiceSpec
@@ -70,6 +72,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_keys_file: str = ""
     tls_cert_file: str = ""  # of the gateways
     tls_key_file: str = ""
+    notes: tuple[str, ...] = ()  # on the model's files, for people
     given: Mapping[str, Any] = {}  # other options of services, for each that has them; they read the rest from their variables
 
     @property
@@ -111,6 +114,7 @@ class Stack:
         self._listeners: list[socket.socket] = []  # one per gateway
         self._generation = 0  # how often everything was restarted
         self._supervisor: Supervisor | None = None
+        self._healing: asyncio.Task[None] | None = None
         self._ready = False
         self.urls: list[str] = []
 
@@ -150,6 +154,16 @@ class Stack:
         await self._supervisor.start()
         self._ready = True
         self._write_facts()
+        if self._nats is not None:
+            self._healing = asyncio.create_task(keep_writable(self._nats, self._end_nats, self._tell_of_nats))
+
+    def _end_nats(self, number: int) -> None:
+        for child in self.children:
+            if child.name == "nats":
+                child.signal(number)
+
+    def _tell_of_nats(self, note: str) -> None:
+        self._watcher.changed("nats", "ready", note)
 
     @property
     def children(self) -> list[Child]:
@@ -187,6 +201,8 @@ class Stack:
 
     async def stop(self) -> None:
         """Drain and stop everything, and release the data directory. Never raises."""
+        if self._healing is not None:
+            self._healing.cancel()
         for listener in self._listeners:
             listener.close()
         if self._supervisor is not None:

@@ -84,17 +84,20 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
             await _or_told(stack.start(), told)
         if not told.is_set():
             await control.start()
+            for note in options.notes:
+                progress.line(f"note on --model: {note}")
             progress.line(await summary(stack))
             await _or_told(stack.failed(), told)
         progress.line("draining; Ctrl-C again to stop at once")
         return 0
     except (ConfigError, NatsStartError, StartFailed) as error:
+        progress.silent = True
         progress.line(f"motet up: {error}")
         return 1
     finally:
         control.stop()
         await stack.stop()
-        if stack.children:
+        if not progress.silent:
             progress.line("stopped")
 
 

@@ -19,6 +19,7 @@ from msgspec import Meta
 from motet.cli.config_file import read_options
 from motet.cli.gpus import gpus_of_workers
 from motet.cli.options import SERVICES, ConfigOption, config_of, option_for
+from motet.cli.preflight import preflight
 from motet.cli.stack import StackOptions
 from motet.examples.demo import BASE, DEMO
 from motet.services.gateway.config import GatewayConfig
@@ -113,7 +114,7 @@ def _title(option: Field) -> str:
 def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> StackOptions:
     """The options of a stack from the flags of `motet up`, None where not given, variables, and the file `config`.
 
-    Downloads a model that is given by its hub id. Raises ConfigError.
+    Downloads a model that is given by its hub id, and checks its files. Raises ConfigError.
     """
     options = declared()
     taken = {name: value for name, value in given.items() if value is not None and name in options}
@@ -140,8 +141,13 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     adapters_dir = registry.sources.adapters_dir
     if adapters_dir and not Path(adapters_dir).is_dir():
         raise ConfigError(f"--adapters-dir: there is no directory {adapters_dir}")
+    model = Path(resolve_model(gateway.base.model)).resolve()
+    notes = preflight(
+        model, engine=worker.engine.engine, load_format=worker.engine.load_format, quantization=worker.engine.quantization
+    )
     return StackOptions(
-        model=str(Path(resolve_model(gateway.base.model)).resolve()),
+        model=str(model),
+        notes=tuple(notes),
         served_model_name=gateway.base.name,
         data_dir=Path(own.data_dir),
         workers=own.workers,

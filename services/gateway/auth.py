@@ -76,6 +76,10 @@ class Keys:
         """Stop following the key store."""
         await self.store.stop()
 
+    def trouble(self) -> str:
+        """Why keys that clients have may be missing; "" if they are not."""
+        return self.store.trouble() if self.required else ""
+
     def all(self) -> list[ApiKey]:
         """Every key that this gateway knows, those of its file first."""
         return [*self._file.values(), *self.store.all()]

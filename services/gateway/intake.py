@@ -139,8 +139,12 @@ class Intake:
     # ---- the tenants' queues
 
     async def _follow_tenants(self) -> None:
+        reconnects = self._bus.reconnects
         while True:
             await asyncio.sleep(TENANTS_EVERY_S)
+            if self._bus.reconnects != reconnects:  # another server, or a restarted one, may take what the last one did not
+                reconnects = self._bus.reconnects
+                self._wake(len(self._parked))
             try:
                 await self._find_queues()
             except MotetError as error:
@@ -360,7 +364,9 @@ class Intake:
                 return
             except (Overloaded, Unavailable) as error:
                 log.warning("not stored yet", extra={"subject": subject, "error": error.message})
-                await self._park(queue, attempt, error.retry_after_s)
+                # plain subscribers see every attempt, so a stream that stores nothing gets few; a new connection wakes us
+                seldom = self._bus.stores.unwritable()
+                await self._park(queue, attempt, WAIT_S[1] if seldom else error.retry_after_s)
                 attempt += 1
 
     async def _answered(self, queue: _Queue, request: DurableRequest) -> bool:

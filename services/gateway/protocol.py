@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -548,7 +549,13 @@ def known(body: bytes, decoder: Any, unserved: Mapping[str, fields.Unserved]) ->
     try:
         return decode(body, decoder)
     except _UnknownField:
-        return decode(msgspec.json.encode(fields.check(decode(body, KEYS), unserved)), decoder)
+        served = fields.check(decode(body, KEYS), unserved)
+    try:
+        return decode(msgspec.json.encode(served), decoder)
+    except _UnknownField as error:
+        close = get_close_matches((error.param or "")[:64], decoder.type.__struct_encode_fields__, n=1, cutoff=0.75)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise BadRequest(error.message + hint, param=error.param) from None
 
 
 def decode(body: bytes, decoder: Any) -> Any:

@@ -135,7 +135,9 @@ class GatewayService:
             reasons.append("no connection to NATS")
         elif not self.fleet.workers():
             reasons.append(self.fleet.why_none_serves())
-        return reasons
+        if trouble := self.keys.trouble():
+            reasons.append(trouble)
+        return reasons + self.bus.troubles()
 
     def failure(self) -> str:
         return self.bus.lost if self._started else ""

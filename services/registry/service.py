@@ -199,7 +199,7 @@ class RegistryService:
     def not_ready(self) -> list[str]:
         if self._starting:
             return [self._starting]
-        return [] if self._bus is not None and self._bus.connected else ["NATS is not reachable"]
+        return self._bus.troubles() if self._bus is not None and self._bus.connected else ["NATS is not reachable"]
 
     def failure(self) -> str:
         return self._bus.lost if self._bus is not None else ""

@@ -236,6 +236,8 @@ class WorkerService:
             reasons.append(self._progress())
         if self.bus is None or not self.bus.connected:
             reasons.append("NATS is not connected")
+        else:
+            reasons += self.bus.troubles()
         if self.unhealthy:
             reasons.append(self.unhealthy)
         elif self._draining:

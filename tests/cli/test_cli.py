@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -95,6 +96,19 @@ def test_without_a_gateway_there_is_one_helpful_line(words: tuple[str, ...]) -> 
     assert done.returncode == 1
     assert "motet up" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_shell_completes_options_and_their_values() -> None:
+    def complete(line: str) -> list[str]:
+        words = {"_MOTET_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        done = subprocess.run(
+            [sys.executable, "-m", "motet"], env={**os.environ, **words}, capture_output=True, text=True, cwd=ROOT, check=True
+        )
+        return [item.partition(",")[2] for item in done.stdout.splitlines()]
+
+    assert "status" in complete("motet st")
+    assert "--max-running" in complete("motet up --max-r")
+    assert complete("motet up --engine ") == ["native", "vllm"]
 
 
 @pytest.mark.parametrize(

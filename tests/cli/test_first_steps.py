@@ -20,6 +20,7 @@ from motet.cli.logs import logs
 from motet.cli.progress import Progress
 from motet.cli.stack import GIB, LEAST_FREE_BYTES, Stack
 from motet.cli.up_options import stack_options
+from motet.examples.demo import DEMO
 from motet.shared.config import ConfigError
 
 USAGE = shutil.disk_usage("/")
@@ -141,3 +142,14 @@ def test_logs_are_followed_also_when_they_begin_anew(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.stdout.close()
+
+
+def test_a_damaged_checkpoint_is_found_before_anything_starts(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO / "model", model)
+    os.truncate(model / "model.safetensors", 500)
+    with pytest.raises(ConfigError, match=r"--model: .*/model\.safetensors is not a readable safetensors file"):
+        stack_options({"model": str(model)}, {})
+    (model / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"--model: .* has no config\.json"):
+        stack_options({"model": str(model)}, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sysconfig
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from tests.services.gateway import support_tokenizers as kinds
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 KINDS = [kinds.byte_level, kinds.sentence_piece, kinds.metaspace, kinds.word_piece]
 WORDS = ["<tool>", "</s>", "<s>", "hello", "<x>", "<unk>", "日本 added", "ld"]
@@ -41,6 +42,12 @@ def reference(directory: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(str(directory))
 
 
+def automatic(directory: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoTokenizer.from_pretrained(str(directory))
+
+
 def write(directory: Path, tokenizer: Tokenizer, files: dict[str, Any]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -54,24 +61,26 @@ def is_byte(name: str | None) -> bool:
     return bool(name) and re.fullmatch("<0x[0-9A-F]{2}>", name or "") is not None
 
 
-def assert_same(directory: Path, texts: list[str]) -> None:
+def assert_same(directory: Path, texts: list[str], oracle: Callable[[Path], Any] = reference) -> None:
     """Encoding, decoding with and without special tokens, and any text that is shown piece by piece."""
-    expected, ours = reference(directory), load_tokenizer(directory)
+    expected, ours = oracle(directory), load_tokenizer(directory)
     assert ours.backend.get_vocab() == expected.get_vocab()
     assert ours.special == {name: token for name, token in expected.special_tokens_map.items() if isinstance(token, str)}
     assert ours.id_of("eos_token") == expected.eos_token_id
     detokenizer = Detokenizer(ours.backend)
-    whole = {token for token in range(len(expected)) if not is_byte(expected.convert_ids_to_tokens(token))}
+    whole = [token for token in range(len(expected)) if not is_byte(expected.convert_ids_to_tokens(token))]
+    shown, sequences = set(whole), [whole]
     for text in texts:
         for special in (True, False):
             tokens = expected(text, add_special_tokens=special)["input_ids"]
             assert ours.backend.encode(text, add_special_tokens=special).ids == tokens, text
-        for skip in (True, False):
-            for sequence in (tokens, [token for token in tokens[::-1] if token in whole], sorted(whole)):
-                decoded = expected.decode(sequence, skip_special_tokens=skip)
-                assert ours.backend.decode(sequence, skip_special_tokens=skip) == decoded
-                stream = detokenizer.stream(skip_special_tokens=skip)
-                assert "".join([stream.push([token]) for token in sequence] + [stream.finish()]) == decoded
+        sequences += [tokens, [token for token in tokens[::-1] if token in shown]]
+    for skip in (True, False):
+        for sequence in sequences:
+            decoded = expected.decode(sequence, skip_special_tokens=skip)
+            assert ours.backend.decode(sequence, skip_special_tokens=skip) == decoded
+            stream = detokenizer.stream(skip_special_tokens=skip)
+            assert "".join([stream.push([token]) for token in sequence] + [stream.finish()]) == decoded
 
 
 def entry(content: str = "<tool>", *, special: bool = True, **flags: bool) -> dict[str, Any]:
@@ -199,13 +208,32 @@ def test_any_mixture_of_forms_gives_the_tokenizer_of_transformers(
     assert_same(write(tmp_path_factory.mktemp("m"), tokenizer, files), TEXTS)
 
 
+@pytest.mark.parametrize("make", [kinds.sentence_piece, kinds.byte_level])
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "", "config.json"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    "more", [{}, {"legacy": True}, {"add_prefix_space": False}, {"eos_token": None, "legacy": False}], ids=str
+)
+def test_a_llama_s_tokenizer_is_the_one_of_its_class_in_transformers(
+    tmp_path: Path, make: Callable[[], Tokenizer], named: str, model_type: str, more: dict[str, Any]
+) -> None:
+    own = {"tokenizer_class": "LlamaTokenizer"} if named == "config.json" else {}
+    settings = {"additional_special_tokens": ["<tool>"], "unk_token": "<unk>", **more}
+    settings |= {"tokenizer_class": named} if named and not own else {}
+    files = {"config.json": {"model_type": model_type} | own, "tokenizer_config.json": settings}
+    assert_same(write(tmp_path, make(), files), [*TEXTS, "</s> hello<s>hello"], automatic)
+
+
 def shipped() -> list[Path]:
-    """The tokenizer.json files of installed packages, also of the environment with vLLM: many or none."""
+    """The tokenizers that installed packages ship, also in the environment with vLLM: many or none."""
     roots = {Path(sysconfig.get_path("purelib")), *Path(".venv-vllm").glob("lib/*/site-packages")}
-    return sorted(path.parent for root in roots for path in root.rglob("tokenizer.json"))
+    return sorted(path for root in roots for path in root.rglob("*tokenizer.json"))
 
 
-@pytest.mark.parametrize("directory", shipped(), ids=str)
-def test_tokenizers_of_installed_packages_are_those_of_transformers(directory: Path) -> None:
-    special = list(reference(directory).added_tokens_encoder)[:200]
-    assert_same(directory, [*TEXTS, "naïve 日本語 🎉 def f(x):\n\treturn  x", "a" + "b".join(special)])
+@pytest.mark.parametrize("path", shipped(), ids=str)
+def test_tokenizers_of_installed_packages_are_those_of_transformers(tmp_path: Path, path: Path) -> None:
+    for beside in path.parent.glob("*.json"):
+        shutil.copy(beside, tmp_path)
+    shutil.copy(path, tmp_path / "tokenizer.json")
+    special = list(reference(tmp_path).added_tokens_encoder)[:200]
+    assert_same(tmp_path, [*TEXTS, "naïve 日本語 🎉 def f(x):\n\treturn  x", "a" + "b".join(special)])

@@ -71,6 +71,7 @@ def test_an_unknown_field_is_refused_by_name(kind: str) -> None:
         assert refused.value.param == "temprature"
     if kind == "embeddings":
         return
+    assert "did you mean temperature?" in refused.value.message
     with pytest.raises(BadRequest) as refused:
         parse(kind, stream=True, stream_options={"x": 1})
     assert refused.value.param == "stream_options.x"

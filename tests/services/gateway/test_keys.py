@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from motet.cli.nats_server import NatsServer
 from motet.services.gateway.service import GatewayService
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -284,6 +285,28 @@ def test_a_key_file_line_without_a_role_may_only_use(tmp_path: Path) -> None:
         path.write_text(line)
         with pytest.raises(ConfigError, match=says):
             read_key_file(str(path))
+
+
+async def test_keys_that_vanish_without_a_revocation_are_no_longer_taken_and_said_in_ready(
+    door: Door, nats_server: NatsServer, mesh: Mesh
+) -> None:
+    """As after damage of NATS's files, which nats-server mends by leaving records out."""
+    kept, lost, revoked = [await door.key(tenant="acme") for _ in range(3)]
+    ids = [one["id"] for one in (await door.ask("GET", "/v1/keys"))[1]["data"] if one["tenant"] == "acme"]
+    await eventually(lambda: door.lets_in(lost))
+    store = door.gateway.keys.store
+    vanished = next(key.id for key in store.all() if key.digest == digest_of(lost))
+    gone = next(key.id for key in store.all() if key.digest == digest_of(revoked))
+    assert {vanished, gone} <= set(ids)
+    reconnects = door.gateway.bus.reconnects
+    await mesh.bus.js.purge_stream(f"KV_{subjects.KV_KEYS}", subject=f"$KV.{subjects.KV_KEYS}.{vanished}")
+    await (await mesh.bus.key_value(subjects.KV_KEYS)).delete(gone)
+    nats_server.stop()
+    await nats_server.start()
+    await eventually(lambda: door.gateway.bus.reconnects > reconnects and store.trouble(), within_s=20)
+    assert store.trouble().startswith("1 API keys have vanished from the bucket motet_keys and were not revoked")
+    assert store.trouble() in door.gateway.not_ready()
+    assert await door.lets_in(kept) and not await door.lets_in(lost) and not await door.lets_in(revoked)
 
 
 @pytest.mark.parametrize("garbage", [b"garbage", b'{"id": "\xff"}', b"[" * 60_000])
