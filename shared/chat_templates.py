@@ -20,6 +20,7 @@ import datetime
 import json
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -28,8 +29,9 @@ from jinja2 import meta, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest
-from motet.shared.tokenizer import CONFIG_FILE, TEMPLATES_DIR, UnusableFile, json_object, special_tokens
+from motet.shared.tokenizer import CONFIG_FILE, TEMPLATES_DIR, UnusableFile, json_object, read_texts, special_tokens
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 CHATML = """\
@@ -153,6 +155,36 @@ class ChatTemplates:
             f"none of this model's chat templates ({names}) is named {DEFAULT}: give one of them, a file or {shipped} with"
             " --chat-template"
         )
+
+
+def served_templates(
+    model_dir: Path, given: str = "", texts: Mapping[str, str] | None = None, special: Mapping[str, str] | None = None
+) -> ChatTemplates:
+    """The templates of a model directory, or the one that `given`, the option `--chat-template`, asks for.
+
+    That is one of the model's or of the shipped ones by its name, a file, or the text itself. `texts` and `special` are read
+    from the directory if they are not given. Raises ConfigError.
+    """
+    try:
+        templates = ChatTemplates.of(read_texts(model_dir) if texts is None else texts, special)
+    except UnusableFile as error:
+        raise ConfigError(f"--model: {model_dir}: {error}") from None
+    if not given:
+        return templates
+    if given in templates.named:
+        return ChatTemplates({DEFAULT: templates.named[given]}, templates.special)
+    try:
+        if given in SHIPPED:
+            return templates.only(SHIPPED[given], given)
+        if any(sign in given for sign in "{}\n"):
+            return templates.only(given, "the given text")
+        return templates.only(Path(given).expanduser().read_text(encoding="utf-8"), given)
+    except UnusableFile as error:
+        raise ConfigError(f"--chat-template: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(sorted({*templates.named, *SHIPPED}))
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--chat-template: {given}: neither one of {names} nor a file that can be read: {reason}") from None
 
 
 def _sources(texts: Mapping[str, str]) -> dict[str, tuple[str, str]]:

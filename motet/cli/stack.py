@@ -73,6 +73,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert_file: str = ""  # of the gateways
     tls_key_file: str = ""
     notes: tuple[str, ...] = ()  # on the model's files, for people
+    chats_missing: str = ""  # why chats cannot be served; "" if they can
     given: Mapping[str, Any] = {}  # other options of services, for each that has them; they read the rest from their variables
 
     @property

@@ -86,6 +86,8 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
             await control.start()
             for note in options.notes:
                 progress.line(f"note on --model: {note}")
+            if options.chats_missing:
+                progress.line(f"chats cannot be served: {options.chats_missing}")
             progress.line(await summary(stack))
             await _or_told(stack.failed(), told)
         progress.line("draining; Ctrl-C again to stop at once")
@@ -146,12 +148,16 @@ async def summary(stack: Stack) -> str:
     )
     keyless = "\n  No API keys: everybody who reaches this address is an administrator.\n" if options.keyless else ""
     model = "upper-case" if "upper-case" in adapters else min(adapters, default=base)
-    body = {"model": model, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 64, "stream": True}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hello there"}]}
+    path = "chat/completions"
+    if options.chats_missing:
+        asked, path = {"prompt": "hello there"}, "completions"
+    body = {"model": model, **asked, "max_tokens": 64, "stream": True}
     return f"""ready: {base}{shown}{refused}
 
   {url}/v1
 
-  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{more} \\
+  curl -N {url}/v1/{path} -H 'Content-Type: application/json'{more} \\
     -d {shlex.quote(json.dumps(body))}
 {keyless}
   NATS {stack.nats_url} (user upstream, password in {stack.credentials_dir / "upstream.password"})

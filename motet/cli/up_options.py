@@ -25,6 +25,7 @@ from motet.examples.demo import BASE, DEMO
 from motet.services.gateway.config import GatewayConfig
 from motet.services.registry.config import RegistryConfig
 from motet.services.worker.config import WorkerConfig
+from motet.shared.chat_templates import served_templates
 from motet.shared.config import COMMON, Config, ConfigError, Field, ServiceConfig, fields, load
 from motet.shared.hub import resolve_model
 
@@ -145,8 +146,10 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     notes = preflight(
         model, engine=worker.engine.engine, load_format=worker.engine.load_format, quantization=worker.engine.quantization
     )
+    chats_missing = served_templates(model, gateway.answers.chat_template).missing
     return StackOptions(
         model=str(model),
+        chats_missing=chats_missing,
         notes=tuple(notes),
         served_model_name=gateway.base.name,
         data_dir=Path(own.data_dir),

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from motet.services.gateway import conversation
-from motet.shared.chat_templates import SHIPPED, ChatTemplate, ChatTemplates
+from motet.shared.chat_templates import ChatTemplate, served_templates
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, Overloaded, PromptTooLong
 from motet.shared.generation_config import generation_defaults, read_generation_config
@@ -66,13 +66,12 @@ class Prompts:
         try:
             texts = read_texts(model_dir)
             loaded = load_tokenizer(model_dir, texts)
-            templates = ChatTemplates.of(texts, loaded.special)
         except UnusableFile as error:
             raise ConfigError(f"--model: {model_dir}: {error}") from None
         self.tokenizer: Tokenizer = loaded.backend
         self.vocab_size = max(vocab_size, self.tokenizer.get_vocab_size(with_added_tokens=True))
         self._bos_id = loaded.id_of("bos_token")
-        self.templates = _given_template(templates, chat_template) if chat_template else templates
+        self.templates = served_templates(model_dir, chat_template, texts, loaded.special)
         """The chat templates of the base model, or the one of `--chat-template`."""
         self._token_chars_max = _token_chars_max(self.tokenizer)
         self._requests = _Lane("tokenize", THREADS, WAITING_MAX, WAITING_CHARS_MAX)
@@ -238,21 +237,3 @@ def _token_chars_max(tokenizer: Tokenizer) -> int:
         and not any(added["lstrip"] or added["rstrip"] for added in described.get("added_tokens", ()))
     )
     return factor * max(map(len, vocabulary)) if whole else 0
-
-
-def _given_template(templates: ChatTemplates, given: str) -> ChatTemplates:
-    """The template that `--chat-template` gives: one of the model's by name, a shipped one, a file, or the template itself."""
-    if given in templates.named:
-        return ChatTemplates({"default": templates.named[given]}, templates.special)
-    try:
-        if given in SHIPPED:
-            return templates.only(SHIPPED[given], given)
-        if any(sign in given for sign in "{}\n"):
-            return templates.only(given, "the given text")
-        return templates.only(Path(given).expanduser().read_text(encoding="utf-8"), given)
-    except UnusableFile as error:
-        raise ConfigError(f"--chat-template: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        names = ", ".join(sorted({*templates.named, *SHIPPED}))
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--chat-template: {given}: neither one of {names} nor a file that can be read: {reason}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +186,9 @@ CHANGED = {"gateway": {"drain_s"}, "registry": {"adapter_roots"}}
 @pytest.mark.parametrize("kind", SERVICES)
 def test_the_variable_of_every_option_works_for_the_services_of_motet_up(kind: str, tmp_path: Path) -> None:
     every = fields(config_of(kind))
+    (tmp_path / "one.jinja").touch()
     paths = {"model": str(DEMO / "model"), "adapters_dir": str(tmp_path), "adapter_roots": str(tmp_path)}
+    paths |= {"chat_template": str(tmp_path / "one.jinja")}
     environ = {option.variable: paths.get(option.name) or values(option)[1] for option in every}
     given = options(**{"MOTET_MODEL": paths["model"], "MOTET_NATS_URL": "nats://bus:4222"} | environ)
     _, _, _, _, *words = command(given, tmp_path, kind if kind in ("registry", "predictor") else f"{kind}-1")
@@ -193,3 +197,16 @@ def test_the_variable_of_every_option_works_for_the_services_of_motet_up(kind: s
     config = load(config_of(kind), flags, environ)
     without_effect = {option.name for option in every if value_of(config, option) != option.read(environ[option.variable])}
     assert without_effect <= (DECIDED | CHANGED.get(kind, set())) & flags.keys()
+
+
+def test_a_model_without_a_chat_template_is_noted_and_a_template_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(DEMO / "model", tmp_path / "model"))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    words = ("--model", str(model))
+    assert "give a file or one that Motet ships (chatml, llama3) with --chat-template" in options(*words).chats_missing
+    assert not options(*words, "--chat-template", "chatml").chats_missing
+    with pytest.raises(ConfigError, match="--chat-template: chatlm: neither one of"):
+        options(*words, MOTET_CHAT_TEMPLATE="chatlm")
