@@ -139,6 +139,7 @@ class Bus:
                 timeout=5.0,
             )
         except (OSError, nats_errors.Error, TimeoutError) as error:
+            bus.nc.abort()
             raise Unavailable(f"NATS at {config.nats_url} does not answer: {bus._reason or repr(error)}") from error
         return bus
 

@@ -43,7 +43,7 @@ NAMES_PAGE = 1024  # stream names in one answer of the server
 
 
 class NatsClient(_Client):
-    """The library's client with three changes.
+    """The library's client with five changes.
 
     - With TLS configured it sends nothing over an unencrypted connection. The library upgrades to TLS only if the server's
       greeting says so. The greeting is not encrypted, so an attacker who changes it would get the password.
@@ -51,6 +51,10 @@ class NatsClient(_Client):
       accepts connections and does not greet, so trying it first would cost `connect_timeout`.
     - It aborts a lost connection. The library closes it in order and waits until all that it had written is sent, and over TLS
       until the server says goodbye. A frozen server does neither.
+    - It aborts a connection whose greeting or login failed. The library forgets it without closing it, so its socket stays open
+      until the garbage collector finds it: one for each attempt.
+    - It closes its socket also when the last bytes cannot be written, after an error of the server that ends the connection. In
+      the library the task that closes the connection dies of that, unseen.
     """
 
     def __init__(self) -> None:
@@ -73,10 +77,25 @@ class NatsClient(_Client):
             raise nats_errors.Error("the server does not offer TLS")
         await super()._process_info(info, initial_connection)
 
-    async def _attempt_reconnect(self) -> None:
+    def abort(self) -> None:
+        """Close the present connection at once, if there is one."""
         writer = getattr(self._transport, "_bare_io_writer", None)
         if writer is not None:
             writer.transport.abort()
+
+    async def _connect_to_server(self, server: Any) -> None:
+        self.abort()
+        await super()._connect_to_server(server)
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        try:
+            await super()._close(status, do_cbs)
+        except OSError as error:
+            self.abort()
+            await self._error_cb(error)
+
+    async def _attempt_reconnect(self) -> None:
+        self.abort()
         await super()._attempt_reconnect()
 
 

@@ -152,6 +152,43 @@ async def test_a_connection_with_unsent_data_is_lost_only_when_it_is_aborted(cli
         await client.close()
 
 
+@pytest.mark.parametrize("client", [LibraryClient(), nats_compat.NatsClient()], ids=["library", "ours"])
+async def test_only_our_client_closes_its_socket_when_the_last_bytes_cannot_be_written(
+    client: LibraryClient, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken() -> None:
+        raise ConnectionResetError
+
+    async def later(**_: object) -> None:
+        """The message waits to be sent."""
+
+    await client.connect([nats_url], error_cb=_silent)
+    writer = client._transport._bare_io_writer  # type: ignore[union-attr]
+    before = asyncio.all_tasks()
+    monkeypatch.setattr(client, "_flush_pending", later)
+    await client.publish("t.any", b"x")
+    monkeypatch.setattr(client._transport, "drain", broken)
+    await client._process_err("'Maximum Payload Violation'")
+    (closing,) = asyncio.all_tasks() - before
+    await asyncio.wait([closing])
+    if type(client) is LibraryClient:
+        assert isinstance(closing.exception(), ConnectionResetError) and not writer.transport.is_closing()
+        writer.close()
+    else:
+        assert closing.exception() is None and writer.transport.is_closing()
+
+
+@pytest.mark.parametrize("client", [LibraryClient(), nats_compat.NatsClient()], ids=["library", "ours"])
+async def test_only_our_client_closes_a_connection_whose_login_failed_before_it_opens_another(
+    client: LibraryClient, nats_url: str
+) -> None:
+    async with connected(client, nats_url):
+        first = client._transport._bare_io_writer  # type: ignore[union-attr]
+        await client._connect_to_server(client._current_server)  # type: ignore[arg-type]
+        assert first.transport.is_closing() == (type(client) is not LibraryClient)
+        first.close()
+
+
 async def test_a_reconnection_that_fails_in_an_unforeseen_way_is_noticed(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,8 +198,11 @@ async def test_beyond_their_limit_connections_are_refused_and_the_others_stay(
             writer.close()
 
         async def room() -> bool:
-            reader, _ = await connect_to(gateway.port, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-            return b" 200 " in await reader.read()
+            get = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+            reader, writer = await connect_to(gateway.port, get)
+            answer = await reader.read()
+            writer.close()
+            return b" 200 " in answer
 
         await eventually(room)
 
