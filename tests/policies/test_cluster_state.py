@@ -74,6 +74,7 @@ def test_rows_of_dropped_workers_are_empty_and_reused():
     for number in range(100):
         state.drop_worker(f"w{number}")
     state.drop_worker("never seen")
+    assert size == 128 and len(ClusterState().ids) == 16, "it doubles from 16"
     assert len(state) == 0 and (state.table["base"] == -1).all() and not state.table["rank_sum"].any()
     for number in range(100):
         state.put_worker(f"v{number}", worker_limits(), PERF)

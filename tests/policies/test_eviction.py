@@ -59,6 +59,17 @@ def test_uses_before_the_refresh_time_count_no_more() -> None:
     assert list(order) == ["before", "now"]
 
 
+def test_uses_leave_the_count_one_by_one_as_they_grow_old() -> None:
+    order = Score(recency=0.0, size=0.0)
+    for at in (0.0, 0.0, 200.0, 200.0):
+        used(order, "a", at=at)
+    for at in (200.0, 250.0, 250.0, 250.0):
+        used(order, "b", at=at)
+    assert order._values() == {"a": pytest.approx(0.45), "b": pytest.approx(0.45)}
+    order.now_s = REFRESH_S + 1.0
+    assert order._values() == {"a": pytest.approx(0.45 * 2 / 4), "b": pytest.approx(0.45)}
+
+
 def test_fair_share_weighs_its_terms_alike() -> None:
     order = make_eviction("fair-share")
     assert isinstance(order, Score) and order.frequency == order.recency == order.size == 1 / 3

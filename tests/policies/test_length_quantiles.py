@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -100,3 +101,10 @@ def test_after_any_history_the_quantiles_are_those_of_a_recount(monkeypatch):
             upto = np.cumsum([weights[at] for at in sorted(weights)])
             at = sorted(weights)[int(np.searchsorted(upto, share * upto[-1]))]
             assert _EDGES[at] <= tokens <= _EDGES[at + 1] - 1
+
+
+def test_lengths_are_exact_up_to_twelve_tokens_and_then_within_eight_percent() -> None:
+    """The next edge is 1.08 times the last one, rounded up: 13, 15 (14.04), 17 (16.2), 19 (18.36), ..."""
+    edges = length_quantiles._edges()
+    assert edges[:17] == [*range(1, 14), 15, 17, 19, 21]
+    assert max(b / a for a, b in pairwise(edges[13:])) < 1.15 and edges[-2] < length_quantiles.MAX_TOKENS <= edges[-1]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import pytest
 
+from motet.policies import objectives
 from motet.policies.cluster_state import ClusterState
 from motet.policies.dispatch import POLICIES, Decision, decide
 from motet.shared.model import RequestBrief
@@ -51,8 +54,39 @@ def full() -> ClusterState:
 def test_a_request_that_would_wait_too_long_is_refused_with_the_time_until_it_would_not(full):
     refused = admit(full, asked())
     assert refused.worker_id is None and refused.candidates == 1 and refused.screening is None
-    assert 4.0 < refused.late_s < 8.0  # 41 requests before its first token, less the 1.4 s that it may wait
+    # 41 turns of 100 * (10 + 8 * (0.2 + 9 / 100)) / 8 ms, its prefill, 1.5 steps of 11.6 ms, less the 1.4 s that it may wait
+    assert refused.late_s == pytest.approx((41 * 154.0 + 9.0 + 1.5 * 11.6 - 1400.0) / 1000)
     assert admit(full, asked(), admission="room").worker_id == "a"
+
+
+@pytest.mark.parametrize("kernel", ["mbgmv", "bgmv"])
+def test_the_time_until_the_objectives_are_met_is_that_of_the_formula(kernel):
+    """Of 6 seats 3 are taken by urgent and 1 by standard requests; 4 standard and 2 patient ones wait. Answers have 100 tokens.
+
+    A step has 6 rows, of rank 16 with padding, else of the mean rank. The patient requests run after this one.
+    """
+    limits = worker_limits(max_running=6, copies="wait")
+    perf = msgspec.structs.replace(PERF, kernel=kernel, decode_lora_ms=0.1, prefill_lora_ms=0.3, fetch_base_ms=7.0)
+    state = ClusterState()
+    state.put_worker("a", limits, perf)
+    state.heard("a", 0.0, kv_blocks_free=400, draining=False)
+    kinds = [("running", 16, INTERACTIVE)] * 3 + [("running", 0, STANDARD)] + [("waiting", 8, STANDARD)] * 4
+    for number, (phase, rank, ttft) in enumerate([*kinds, *[("waiting", 0, BATCH)] * 2]):
+        state.put_request("a", RequestBrief(f"r{number}", 0, "", rank, 50, 0, 100, phase, 900.0, ttft))
+    request = ask(rank=8, tokens=80, ttft_slo_ms=STANDARD, tpot_slo_ms=900.0)
+    rank = 16 if kernel == "bgmv" else (3 * 16 + 4 * 8 + 8) / 11
+    prompt = (6 * 50 + 80) / 7
+    row = 0.2 + 0.1 * rank
+    row_tpot = row + (4 + 0.1 * prompt + 0.3 * rank) / L
+    turn = L * (10 + 6 * row_tpot) / 6
+    own = 4 + 0.1 * 80 + 0.3 * 8 + (1 + 0.5 * 8) + 7.0
+    free = 6 - 4
+    seat = (4 + 1 - free) * turn / (1 - 3 / (4 + 1))
+    joining = free / 4 * 200 * 0.1
+    ttft = seat + joining + own + 1.5 * (10 + 6 * row)
+    rows, late = objectives.late_ms(state, request, np.array([True] + [False] * 15), L)
+    assert rows.tolist() == [state.row("a")]
+    assert late[0] == pytest.approx(ttft - 0.7 * STANDARD)
 
 
 def test_a_refused_request_is_admitted_after_the_time_it_was_told_and_not_long_before(full):

@@ -203,3 +203,20 @@ def test_with_linear_costs_and_equal_workers_the_choice_is_the_worker_with_the_f
             chosen[kernel] += len(ranks[worker]) == min(map(len, ranks))
     assert chosen["mbgmv"] == 200
     assert chosen["bgmv"] < 190
+
+
+@pytest.mark.parametrize(("kernel", "running_load", "queue_load"), [("mbgmv", 24, 72), ("bgmv", 128, 128)])
+def test_the_time_until_there_is_room_is_a_turn_and_the_queues_prefill_per_request(kernel, running_load, queue_load):
+    """Two requests of ranks 8 and 16 run and have 40 tokens left together; two of ranks 64 and 8 wait."""
+    state = ClusterState()
+    state.put_worker("a", worker_limits(max_running=2, max_waiting=2), msgspec.structs.replace(PERF, kernel=kernel))
+    state.heard("a", 0.0, kv_blocks_free=512, draining=False)
+    for number, (rank, phase) in enumerate([(8, "running"), (16, "running"), (64, "waiting"), (8, "waiting")]):
+        state.put_request("a", brief(f"r{number}", rank, phase))
+    step_ms = 10 + 0.2 * 2 + 0.01 * running_load
+    prefill_ms = 4 + 0.1 * 20 + 0.02 * queue_load
+    expected_s = (step_ms * 40 / 2 / 2 + prefill_ms / 2) / 1000
+    assert seconds_until_room(state, ask(), 0.0, stale_s=3.0) == pytest.approx(expected_s)
+    for number in (0, 1):
+        state.put_request("a", brief(f"r{number}", 8, "running", predicted=100_000))
+    assert seconds_until_room(state, ask(), 0.0, stale_s=3.0) == 60.0, "an answer is never later than a minute"

@@ -7,7 +7,8 @@ import pytest
 
 from motet.policies.cluster_state import ClusterState
 from motet.policies.migration_plan import PlanConfig
-from motet.policies.rebalance import RebalanceConfig, Rebalancer
+from motet.policies.perf_model import Kernel
+from motet.policies.rebalance import RebalanceConfig, Rebalancer, waits_ms
 from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
 
 PERF = PerfModel(
@@ -130,18 +131,54 @@ def test_a_plan_counts_the_work_the_memory_and_the_room_that_workers_report() ->
     A request takes KV memory for its 100 tokens and the 100 that it will produce; the worker has 1000 blocks of 16 tokens.
     """
     state = cluster(6, 1)
+    state.put_request("w0", RequestBrief("r0-1", 0, "", 0, 100, 30, 100, "running", 0.0), 0.0)
     state.put_adapter("w0", "on the device", "device")
     state.put_adapter("w0", "on the host", "host")
     (question,) = ask(Rebalancer(CONFIG), state, 1.0, always=True)
     busy, other = question.replicas
-    running, waiting = busy.requests[0], busy.requests[5]
+    held = {one.request_id: one for one in busy.requests}
+    running, longer, waiting = held["r0-0"], held["r0-1"], held["r0-5"]
     assert (busy.worker_id, other.worker_id, len(busy.requests), len(other.requests)) == ("w0", "w1", 6, 1)
     assert (running.work_ms, running.again_ms) == (pytest.approx(760.0), pytest.approx(10.0))
     assert (waiting.work_ms, waiting.again_ms) == (pytest.approx(770.0), 0.0)
-    assert running.memory == waiting.memory == 200.0
+    assert (longer.work_ms, longer.again_ms) == (pytest.approx(70 * 7.6), pytest.approx(13.0)), "30 of 100 tokens are there"
+    assert running.memory == longer.memory == waiting.memory == 200.0
     assert busy.memory == other.memory == 16_000.0
     assert list(busy.adapters) == ["on the device"]
     assert busy.takes == 1004 - 6 and other.takes == 1004 - 1
+
+
+@pytest.mark.parametrize(("kernel", "queue_load", "running_load"), [("mbgmv", 24, 32), ("bgmv", 48, 64)])
+def test_the_expected_wait_is_the_queues_prefill_and_the_time_until_seats_and_memory_are_free(
+    kernel: Kernel, queue_load: int, running_load: int
+) -> None:
+    """Four requests of rank 8 run, three of ranks 16, 4 and 4 wait; answers have 100 tokens.
+
+    The load of LoRA is the sum of ranks, or the number of rows times the largest rank.
+    """
+    perf = msgspec.structs.replace(PERF, kernel=kernel, prefill_lora_ms=0.02, decode_lora_ms=0.05)
+    ahead_ms, step_ms = 10 + 0.1 * 300 + 0.02 * queue_load, 30 + 0.1 * 4 + 0.05 * running_load
+
+    def wait_ms(*, seats: int = 4, blocks_free: int = 900, running: int = 4, ranks: tuple[int, ...] = (16, 4, 4)) -> float:
+        state = ClusterState()
+        limits = WorkerLimits(
+            base_model="m", max_model_len=4096, max_running=seats, max_waiting=1000, block_size=16, kv_blocks_total=1000,
+            adapter_bytes_total=1 << 30, max_lora_rank=64,
+        )  # fmt: skip
+        state.put_worker("w", limits, perf)
+        state.heard("w", 0.0, kv_blocks_free=blocks_free, draining=False)
+        for number, rank in enumerate((8,) * running + ranks):
+            phase = "running" if number < running else "waiting"
+            state.put_request("w", RequestBrief(f"r{number}", 0, "", rank, 100, 0, 100, phase, 0.0), 0.0)
+        return float(waits_ms(state, 100.0)[state.row("w")])
+
+    assert wait_ms() == pytest.approx(ahead_ms + 4 * step_ms * 100 / 4), "4 of 8 lack a seat; one is free every L / 4 steps"
+    assert wait_ms(seats=64) == pytest.approx(ahead_ms), "there are seats and memory"
+    assert wait_ms(seats=64, ranks=()) == 0.0
+    short = (300 - 80) / ((16_000 - 80) / 4)  # prompts that lack memory, in running requests
+    assert wait_ms(seats=64, blocks_free=5) == pytest.approx(ahead_ms + short * step_ms * 100 / 4)
+    lone_ms = 30 + 0.1 + 0.05 * (8 if kernel == "mbgmv" else 16)
+    assert wait_ms(seats=64, blocks_free=5, running=1) == pytest.approx(ahead_ms + 220 / 15_920 * lone_ms * 100)
 
 
 def test_requests_leave_a_worker_whose_memory_they_would_overflow() -> None:

@@ -244,8 +244,9 @@ def test_the_quotas_of_a_refresh_are_the_bounds_of_what_came_to_each_queue() -> 
     """S * D * (1 / SLO + lambda): 96 requests of 4 + 4 tokens and 32 of 60 + 60 came within 8 s; the SLO is 5 s and D 1 s."""
     queues: SizeQueues[Sequence] = SizeQueues(1000.0, TOKEN_BYTES)
     world = World(queues)
+    world.now_s = 50.0
     fed(queues, world, (4, 4, 0), (4, 4, 0), (60, 60, 0), (4, 4, 0))
-    queues.candidates(world.core.state, 8.0)
+    queues.candidates(world.core.state, 58.0)
     least = [8 * (1 / 5 + 96 / 8), 120 * (1 / 5 + 32 / 8)]
     assert [lane.quota for lane in queues.lanes] == pytest.approx([1000 * one / sum(least) for one in least])
 
