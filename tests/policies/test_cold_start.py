@@ -246,3 +246,16 @@ def test_a_long_prefill_still_overlaps_its_copy_beside_decodes() -> None:
     starts.copies["first"] = Copy(LAYERS, 1, 0.0, 3.0)
     short, long = (starts.consider("first", 8_000_000, rank=8, tokens=tokens, room=512, others=4) for tokens in (2, 500))
     assert long.joins and not short.joins
+
+
+def test_without_processes_a_request_waits_for_the_layers_and_the_reason_says_so() -> None:
+    choice = choose(Copy(LAYERS, 0, 0.0, 10.0), [16.0], None)
+    assert (choice.mode, choice.reason, choice.joins) == ("layerwise", "no_processes", False)
+    assert choice.ttft_ms == {"blocking": 96.0, "layerwise": 82.0}, "the last layer of 2 ms follows the copy's 80 ms"
+
+
+def test_a_step_waits_for_the_first_missing_layer_or_for_the_last_one() -> None:
+    assert Copy(4, 4, 9.0, 2.0).stall_ms(1.0) == 0.0, "all layers are there"
+    assert Copy(4, 1, 3.0, 2.0).stall_ms(1.0) == 6.0, "layers arrive at 5, 7 and 9, and the last one begins at 3"
+    assert Copy(4, 1, 9.0, 2.0).stall_ms(5.0) == 6.0, "layers arrive at 11, 13 and 15, and the first of them begins at 5"
+    assert Copy(4, 2, -5.0, 2.0).stall_ms(5.0) == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from motet.policies.candidates import Ask
@@ -141,3 +142,22 @@ def test_round_robin_continues_after_the_last_worker_when_workers_come_and_go():
     assert [choose(chooser, state, ask(n)).worker_id for n in range(4)] == ["a", "b", "c", "a"]
     state.set_draining("b")
     assert [choose(chooser, state, ask(n)).worker_id for n in range(3)] == ["c", "a", "c"]
+
+
+@pytest.mark.parametrize(("kernel", "running_load", "queue_load"), [("mbgmv", 24, 72), ("bgmv", 128, 128)])
+def test_least_pending_is_the_queues_prefill_the_turns_before_a_seat_and_the_adapter(kernel, running_load, queue_load):
+    """dLoRA section 5.1: two requests of ranks 8 and 16 run in two seats, and two of ranks 64 and 8 wait."""
+    state = cluster("a", max_running=2, max_waiting=10)
+    state.put_worker(
+        "a", worker_limits(max_running=2, max_waiting=10), msgspec.structs.replace(PERF, kernel=kernel, fetch_base_ms=3.0)
+    )
+    for number, (rank, phase) in enumerate([(8, "running"), (16, "running"), (64, "waiting"), (8, "waiting")]):
+        state.put_request("a", brief(f"r{number}", rank, phase))
+    prefill_ms = 4 + 0.1 * 20 + 0.02 * queue_load
+    step_ms = 10 + 0.2 * 2 + 0.01 * running_load
+    turns_ms = 3 * step_ms * 100 / 2  # three requests have no seat with this one
+    loading_ms = 1 + 0.5 * 8 + 3.0
+    decision = choose("least-pending", state, ask(adapter="new"))
+    assert decision.total_cost == pytest.approx(prefill_ms + turns_ms + loading_ms)
+    idle = cluster("a")
+    assert choose("least-pending", idle, ask(adapter="new")).total_cost == pytest.approx(5.0)

@@ -220,3 +220,18 @@ def test_requests_that_wait_keep_their_place_when_the_engine_is_lost() -> None:
     core.empty_slots()
     assert core.slots.digests() == []
     assert core.decide(0.0, 16).loads == [waiting]
+
+
+def test_an_adapter_that_may_be_needed_soon_takes_an_idle_ones_slot_while_nothing_waits_or_is_copied() -> None:
+    core = entry(slots=1)
+    core.slots.prefetch("old", 1)
+    assert core.foresee("new", 1, ["old"]) is None, "another copy is under way"
+    core.slots.arrived("old")
+    assert core.foresee("new", 1, []) is None, "no adapter may leave for it"
+    waiting = start(core, "third")
+    assert core.foresee("new", 1, ["old"]) is None, "a request waits"
+    core.end(waiting)
+    assert core.foresee("old", 1, ["old"]) is None, "it is there"
+    grant = core.foresee("new", 1, ["old"])
+    assert grant is not None and grant.load and [digest for digest, _ in grant.evicted] == ["old"]
+    assert core.slots.loading == {"new": grant.slot}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import exp, sqrt
+
 import numpy as np
 import pytest
 
@@ -40,3 +42,22 @@ def test_an_unknown_adapter_gets_the_pooled_chance_and_all_chances_are_between_0
     for name in ("a0", "new"):
         for now_s in (200.0, 1e3, 1e6):
             assert 0.0 <= forecast.chance(name, now_s, 10.0) <= 1.0
+
+
+def test_the_chance_is_the_geometric_mean_of_that_by_rate_and_that_by_gaps() -> None:
+    """Requests for "a" at 0, 3 and 6 s: two gaps in the bin of 2 to 4 s. At 6 s, half of them are within the next 3 s."""
+    forecast = Forecast()
+    for at in (0.0, 3.0, 6.0):
+        forecast.used("a", at)
+    faded = exp(-3 / 900)
+    rate = (1 + faded * (1 + faded)) / (900 * (1 - exp(-6 / 900)))
+    assert forecast.rate("a", 6.0) == pytest.approx(rate)
+    by_gaps = (2 * 0.5 + 2.0 * 0.5) / (2 + 2.0)  # the pooled histogram has the same gaps
+    assert forecast.chance("a", 6.0, 3.0) == pytest.approx(sqrt(by_gaps * (1 - exp(-rate * 3))))
+    assert forecast.chance("unknown", 6.0, 3.0) == pytest.approx(0.5), "no gap is below 2 s, and half of 2 to 4 s is below 3 s"
+    forecast.used("once", 6.0)
+    assert forecast.chance("once", 6.0, 3.0) == pytest.approx(sqrt(0.5 * (1 - exp(-forecast.rate("once", 6.0) * 3))))
+    later = (2 * (4 - 3.5) / 2, 2.0)  # own gaps above 3.5 s, and the prior
+    assert forecast.chance("a", 9.5, 10.0) == pytest.approx(
+        sqrt((later[0] + later[1]) / sum(later) * (1 - exp(-forecast.rate("a", 9.5) * 10)))
+    )

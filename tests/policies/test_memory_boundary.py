@@ -445,3 +445,13 @@ def test_a_run_of_equal_steps_ends_before_the_boundary_would_move(prefix_cache: 
             seq.append(step)
         plan = core.decide()
     assert steps == step - 1
+
+
+def test_a_loan_takes_whole_blocks_and_gives_them_back() -> None:
+    memory = Memory(8, 80)
+    memory.boundary.lends(lambda: {"idle": memory.boundary.lent_bytes})
+    assert memory.boundary.lend(BLOCK) and memory.kv.total == 7 and memory.boundary.lent_bytes == BLOCK
+    assert memory.boundary.lend(BLOCK - 1) and memory.kv.total == 7, "a part of a block is one"
+    memory.budget.check()
+    memory.boundary.check()
+    assert memory.boundary.lend(0) and memory.kv.total == 8 and memory.boundary.lent_bytes == 0

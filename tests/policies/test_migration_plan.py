@@ -207,9 +207,11 @@ def test_the_bound_is_the_optimum_of_the_relaxed_problem() -> None:
     The bound lacks a thousandth of the moved work, which decides between plans of equal maximum.
     """
 
-    def bound_ms(config: PlanConfig, *, adapter: str = "", memory: float = 0.0, room: float = float("inf")) -> object:
+    def bound_ms(
+        config: PlanConfig, *, adapter: str = "", memory: float = 0.0, room: float = float("inf"), kept: bool = True
+    ) -> object:
         requests = [held(f"r{index}", adapter, memory=memory) for index in range(3)]
-        busy = Replica(worker_id="busy", requests=requests, adapters={adapter} - {""}, memory=room)
+        busy = Replica(worker_id="busy", requests=requests, adapters={adapter} - {""} if kept else (), memory=room)
         found = plan([busy, Replica(worker_id="idle", requests=[], memory=room)], MEMORY, config)
         return pytest.approx(found.bound_ms, rel=1e-3)
 
@@ -220,6 +222,10 @@ def test_the_bound_is_the_optimum_of_the_relaxed_problem() -> None:
     swap = replace(free, swap_ms=2.0)
     assert bound_ms(swap, memory=20.0, room=10.0) == 150.0 + 2.0 * (30.0 - 10.0)
     assert bound_ms(swap, memory=20.0, room=30.0) == 150.0, "each has room for half of 60"
+    # with an adapter of 10 units that stays: 300 - 300 x + 2 * (60 - 60 x + 10 - 10) stay, 300 x + 2 * (60 x + 10 x - 10) go
+    assert bound_ms(swap, adapter="a", memory=20.0, room=10.0) == (lambda x: 420.0 - 420.0 * x)(440.0 / 860.0)
+    # one that leaves with its requests is not counted: 300 - 300 x + 2 * (60 - 60 x - 10)
+    assert bound_ms(swap, adapter="a", memory=20.0, room=10.0, kept=False) == (lambda x: 400.0 - 420.0 * x)(420.0 / 860.0)
 
 
 def test_requests_stay_where_their_memory_and_their_adapters_have_room() -> None:

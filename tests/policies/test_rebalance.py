@@ -181,6 +181,14 @@ def test_the_expected_wait_is_the_queues_prefill_and_the_time_until_seats_and_me
     assert wait_ms(seats=64, blocks_free=5, running=1) == pytest.approx(ahead_ms + 220 / 15_920 * lone_ms * 100)
 
 
+def test_the_plan_of_requests_with_adapters_loads_them_where_they_go() -> None:
+    state = cluster(4, 0)
+    for number in range(4):
+        state.put_request("w0", RequestBrief(f"r0-{number}", 0, "d8", 8, 100, 0, 100, "running", 0.0), 0.0)
+    (question,) = ask(Rebalancer(CONFIG), state, 1.0, always=True)
+    assert question.answer(PlanConfig(gamma=1.0, eta_ms=0.0, least_gain=0.0)).loads == (("d8", "w1"),)
+
+
 def test_requests_leave_a_worker_whose_memory_they_would_overflow() -> None:
     """Six requests need 6 * 200 of 16 * 1000 tokens, and 6 * 4,000 if their answers are long: 8,000 too many."""
     state = cluster(4, 0)

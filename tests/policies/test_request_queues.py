@@ -375,3 +375,18 @@ def test_a_request_that_passed_by_a_wrong_prediction_is_preempted_and_loses_no_t
     assert wrong.tokens.tolist() == tokens, "recomputed later, not drawn again"
     world.run()
     assert wrong.length == world.ends[wrong.order]
+
+
+def test_static_queues_divide_the_range_of_the_first_sizes_and_the_tokens_evenly_and_stay() -> None:
+    """Sizes from 1 / 10 to 1 in four ranges."""
+    queues: SizeQueues[Sequence] = SizeQueues(1000.0, TOKEN_BYTES, refresh_s=1.0, static=True)
+    world = World(queues)
+    fed(queues, world, (10, 10, 0), (100, 100, 0))
+    queues.candidates(world.core.state, 0.0)
+    cuts = queues.cuts
+    assert cuts == pytest.approx([0.1 + 0.9 * part / 4 for part in (1, 2, 3)])
+    assert [lane.quota for lane in queues.lanes] == [250.0] * 4
+    world.now_s = 5.0
+    fed(queues, world, (10, 10, 0), (1000, 1000, 0))
+    queues.candidates(world.core.state, 5.0)
+    assert queues.cuts == cuts and [lane.quota for lane in queues.lanes] == [250.0] * 4
