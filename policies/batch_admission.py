@@ -442,7 +442,7 @@ def steps_until_room(state: AdmissionState[S], size_bytes: int) -> float:
     short = size_bytes
     for digest, steps in sorted(ends.items(), key=lambda end: end[1]):
         short -= slots.size_bytes(digest)
-        if slots.fits(max(0, short)) or (short <= 0 and slots.fits(0)):
+        if slots.fits(max(0, short)):
             return steps
     return float("inf")
 

@@ -38,6 +38,15 @@ def test_both_of_two_fitting_workers_are_candidates():
     assert who(ClusterState(), ask()) == []
 
 
+def test_a_worker_that_was_never_heard_is_no_candidate():
+    state = cluster()
+    assert who(state, ask()) == ["odd", "ok"]
+    state.put_worker("new", worker_limits(), PERF)
+    assert who(state, ask()) == ["odd", "ok"]
+    state.heard("new", NOW_S, kv_blocks_free=512, draining=False)
+    assert who(state, ask()) == ["new", "odd", "ok"]
+
+
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [

@@ -10,6 +10,7 @@ import pytest
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.engine_entry import TURN, EngineEntry, Entrant, EntryLimits
 from motet.policies.kv_blocks import KvBlocks
+from motet.policies.request_queues import SizeQueues
 
 
 def entry(seats: int = 2, slots: int = 1, max_bypass: int = 64) -> EngineEntry[Entrant]:
@@ -235,3 +236,22 @@ def test_an_adapter_that_may_be_needed_soon_takes_an_idle_ones_slot_while_nothin
     grant = core.foresee("new", 1, ["old"])
     assert grant is not None and grant.load and [digest for digest, _ in grant.evicted] == ["old"]
     assert core.slots.loading == {"new": grant.slot}
+
+
+def test_queues_learn_when_requests_enter_and_are_paused() -> None:
+    """A request of 4 tokens, with a predicted output of 4 and an adapter of one byte, costs 9 tokens of a quota."""
+    queues: SizeQueues[Entrant] = SizeQueues(100.0, 1.0)
+    core = EngineEntry(
+        EntryLimits(seats=2), kv=KvBlocks(16, 4, prefix_cache=False), slots=AdapterSlots(1, 1, asynchronous=True), queues=queues
+    )
+    first = start(core, "a", pausable=True, expected_length=8)
+    core.decide(1.0, 16)
+    core.slots.arrived("a")
+    assert core.decide(2.0, 16).entered == [first]
+    assert (queues.lanes[0].used, queues.lanes[0].running) == (9.0, 1)
+    for _ in range(TURN):
+        first.append(1)
+    start(core, "b", pausable=True, expected_length=8)
+    assert core.decide(3.0, 16).pauses == [first]
+    assert (queues.lanes[0].used, queues.lanes[0].running) == (0.0, 0)
+    assert queues.lanes[0].duration_s == pytest.approx(1.0 + 0.05 * ((3.0 - 2.0) - 1.0))

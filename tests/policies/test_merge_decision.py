@@ -75,6 +75,14 @@ def test_no_request_rests_longer_than_allowed_whatever_the_credits_say(credit: f
     assert 0.3 < sum(rests) / len(rests) < 0.7, "resting and being served take turns"
 
 
+def test_steps_after_a_mode_with_nothing_to_compute_count_as_no_rest() -> None:
+    one = merging(rest_ms=500.0)
+    assert step(one, {"a": 9}).merged == "a"
+    one.unmerge()
+    one.ran(1000)
+    assert step(one, {"a": 9}).merged == "a"
+
+
 def test_an_adapter_alone_is_merged_for_any_time() -> None:
     one = merging(rest_ms=500.0)
     assert {step(one, {"a": 9}).merged for _ in range(500)} == {"a"}

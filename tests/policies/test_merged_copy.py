@@ -13,8 +13,9 @@ from motet.policies.batch_admission import AdmissionLimits
 from motet.policies.batch_core import BatchCore
 from motet.policies.batch_state import Sequence, StepPlan, advance
 from motet.policies.kv_blocks import KvBlocks
+from motet.policies.memory_ledger import Budget
 from motet.policies.merge_decision import MergeConfig, Merging, Mode
-from motet.policies.merged_copy import NOTHING_KNOWN, START_MS_PER_MIB, MergedCopy
+from motet.policies.merged_copy import NOTHING_KNOWN, START_MS_PER_MIB, MergedCopy, SpareMemory
 from motet.policies.perf_model import MIB
 from motet.policies.step_record import Step
 from motet.shared.model import PerfModel
@@ -224,3 +225,15 @@ def test_the_merged_adapters_requests_are_found_behind_hundreds_of_others() -> N
     come(core, "b", 400)
     come(core, "a", 3)
     assert len(core.decide().admitted) == 3
+
+
+def test_spare_memory_is_booked_as_the_copys_and_given_back() -> None:
+    budget = Budget("device", 100)
+    budget.claim("kv", 100, dict)
+    spare = SpareMemory(budget)
+    spare.lends(lambda: {"idle": spare.lent_bytes})
+    assert budget.claims["merged"].size_bytes == 0
+    assert spare.lend(30) and (budget.total_bytes, budget.claims["merged"].size_bytes, budget.unclaimed_bytes) == (130, 30, 0)
+    assert spare.lend(10) and budget.held() == {("merged", "idle"): 10} and budget.total_bytes == 110
+    assert spare.lend(0) and budget.total_bytes == 100
+    budget.check()
