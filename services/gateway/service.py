@@ -45,6 +45,8 @@ from motet.shared.telemetry import REGISTRY, logger
 log = logger("motet.gateway")
 KEEP_ALIVE_S = 75  # longer than what clients and balancers keep idle connections for
 LINGER_S = 0.25  # for requests on connections that were just made to a gateway that leaves a shared socket
+ARRIVING_S = 2.0  # for the rest of their heads, or a first one, on a busy machine
+POLL_S = 0.05
 SHUTDOWN_S = 2  # for answers that are on their way out after the drain
 
 
@@ -61,7 +63,7 @@ class GatewayService:
         self.limits = Limits(config, lambda: self.owner.inflight)
         self.port = 0
         self.started_s = unix_ms() // 1000
-        self._started = self._draining = False
+        self._started = self._leaving = self._draining = False
         self._waits_for = "the tokenizer"
         self._changed = asyncio.Event()
         self._server: _Server | None = None
@@ -128,7 +130,7 @@ class GatewayService:
     def not_ready(self) -> list[str]:
         if not self._started:
             return [f"waiting for {self._waits_for}"]
-        if self._draining:
+        if self._leaving or self._draining:
             return ["draining"]
         reasons = []
         if not self.bus.connected:
@@ -150,7 +152,10 @@ class GatewayService:
 
     async def drain(self) -> None:
         if self.config.http.listen_fd >= 0 and self._server is not None:  # other gateways on the socket take new connections
+            self._leaving = True
             await self._server.leave()
+            # what has begun to arrive is answered: its client sent it to a socket that promises service
+            await asyncio.gather(self.intake.drain(), self._server.emptied())
         self._draining = True
         await self.intake.drain()
         await self.owner.drain()
@@ -244,12 +249,27 @@ class _Server(uvicorn.Server):
         yield
 
     async def leave(self) -> None:
-        """Accept no new connections; close idle ones at once and others after their current answer."""
+        """Accept no new connections; close idle ones at once and others after their current answer.
+
+        New connections get a moment to send their request.
+        """
         for server in self.servers if self._tls is None else [self._tls]:
             server.close()
         await asyncio.sleep(LINGER_S)
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
+        until_s, arriving = now_s() + ARRIVING_S, True
+        while arriving:
+            arriving = False
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, GuardedProtocol) and connection.phase == "head" and now_s() < until_s:
+                    arriving = True
+                else:
+                    connection.shutdown()
+            await asyncio.sleep(POLL_S)
+
+    async def emptied(self) -> None:
+        """Wait until all connections are closed."""
+        while self.server_state.connections:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(POLL_S)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import socket
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from motet.services.gateway import metrics
 from motet.services.gateway.config import GatewayConfig
-from motet.services.gateway.service import GatewayService
+from motet.services.gateway.service import LINGER_S, GatewayService
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import Overloaded, Unavailable
@@ -27,6 +28,11 @@ from tests.services.gateway.support_tokenizers import write_model_dir
 from tests.support import eventually
 
 TEXT = {"model": "demo", "prompt": "hello"}
+BODY = json.dumps(TEXT).encode()
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    % len(BODY)
+)
 
 
 async def scrape(http: aiohttp.ClientSession, url: str) -> str:
@@ -70,6 +76,33 @@ async def test_when_one_of_several_choices_is_refused_the_others_are_cancelled(m
     for request in list(mesh.first.assigned):
         await cancelled(mesh.first, request.request_id)
     assert mesh.gateway.owner.inflight == 0
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/comp", HEAD, HEAD + BODY[:5]], ids=["nothing", "half a line", "head", "half a body"]
+)
+async def test_a_gateway_that_leaves_its_socket_to_a_successor_answers_what_has_begun_to_arrive(
+    mesh: Mesh, nats_url: str, tmp_path: Path, sent: bytes
+) -> None:
+    mesh.say("hello")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with running_gateway(nats_url, tmp_path, instance_id="g2", listen_fd=os.dup(listener.fileno())) as gateway:
+            await eventually(lambda: not gateway.not_ready())
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            writer.write(sent)
+            await eventually(lambda: gateway._server.server_state.connections)
+            leaving = asyncio.ensure_future(gateway.drain())
+            await eventually(lambda: gateway.not_ready() == ["draining"])
+            told_s = now_s() + 2 * LINGER_S  # by then idle connections are closed
+            await eventually(lambda: now_s() > told_s)
+            writer.write((HEAD + BODY)[len(sent) :])
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert answer.startswith(b"HTTP/1.1 200 "), answer
+            assert b"connection: close" in answer.lower()
+            await asyncio.wait_for(leaving, 5)
+            with pytest.raises(Unavailable, match="shutting down"):
+                gateway.admit()
+            writer.close()
 
 
 async def test_a_drain_finishes_running_streams_and_refuses_new_ones(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
