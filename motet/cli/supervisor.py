@@ -123,20 +123,16 @@ class Supervisor:
         """Start `successor`. Once it is ready, it replaces the child of its name, which then drains and ends.
 
         `wait`: wait for that end instead of draining in the background. Raises StartFailed when the successor is not ready
-        within `ready_s`; it is then killed and the old child stays.
+        within `ready_s`, or ends by itself `START_ATTEMPTS` times; then the old child stays. One that was killed starts again.
         """
-        name = successor.name
-        try:
-            await successor.launch()
-        except OSError as error:
-            raise StartFailed(f"{name} cannot start: {error}") from None
-        deadline = now_s() + ready_s
-        while reasons := await successor.not_ready():
-            if successor.exit_code() is not None or now_s() > deadline:
-                problem = ", ".join(reasons) if successor.exit_code() is None else _how(successor.exit_code())
-                await self._end(successor, 0.0)
+        name, deadline, attempts = successor.name, now_s() + ready_s, 0
+        while problem := await self._make_ready(successor, deadline):
+            code = successor.exit_code()
+            await self._end(successor, 0.0)
+            attempts += code is not None and code >= 0
+            if code in (None, CONFIG_ERROR_EXIT) or attempts >= START_ATTEMPTS or now_s() > deadline:
                 raise StartFailed(f"the new {name} cannot start, the old one stays: {problem}\n{_last_words(successor)}")
-            await asyncio.sleep(READY_POLL_S)
+            await asyncio.sleep(FIRST_BACKOFF_S)
         predecessor = self._children[name]
         self._tasks[name].cancel()
         await asyncio.gather(self._tasks[name], return_exceptions=True)
@@ -147,12 +143,30 @@ class Supervisor:
         if wait:
             await asyncio.wait({task})
 
+    async def _make_ready(self, successor: Child, deadline_s: float) -> str:
+        """Start a successor and wait until it is ready. Returns why it is not: it has ended, or the time is over."""
+        try:
+            await successor.launch()
+        except OSError as error:
+            return str(error)
+        while reasons := await successor.not_ready():
+            if successor.exit_code() is not None:
+                return _how(successor.exit_code())
+            if now_s() > deadline_s:
+                return ", ".join(reasons)
+            await asyncio.sleep(READY_POLL_S)
+        return ""
+
     async def bounce(self, name: str, *, ready_s: float) -> None:
-        """Restart a child that can run only once, and wait until it is ready. Raises StartFailed."""
-        child, restarts = self._children[name], self.restarts[name]
+        """Restart a child that can run only once, and wait until it is ready. Raises StartFailed.
+
+        One that has just crashed is being started already, which is a restart as well.
+        """
+        child = self._children[name]
+        before = child.pid if child.exit_code() is None else 0
         child.signal(signal.SIGTERM)
         deadline = now_s() + ready_s
-        while self.restarts[name] == restarts or child.exit_code() is not None or await child.not_ready():
+        while child.pid == before or child.exit_code() is not None or await child.not_ready():
             if now_s() > deadline:
                 raise StartFailed(f"{name} did not come back within {ready_s:g} s\n{_last_words(child)}")
             await asyncio.sleep(POLL_S)

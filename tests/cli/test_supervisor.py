@@ -229,6 +229,33 @@ async def test_a_successor_that_cannot_start_changes_nothing(stage: Stage) -> No
     assert first.exit_code() is None and running.children == [first]
 
 
+async def test_a_successor_that_is_killed_while_it_starts_is_started_again(stage: Stage) -> None:
+    hold = stage.directory / "hold"
+    hold.touch()
+    running = stage.supervise(first := stage.fake("first"))
+    await running.start()
+    successor = stage.fake("first", "--not-ready-while", str(hold))
+    replacing = asyncio.create_task(running.replace(successor, ready_s=30, drain_s=5, wait=True))
+    for times in range(2, 3 + supervisor.START_ATTEMPTS):
+        await eventually(lambda times=times: stage.journal().count("first started") == times)
+        os.kill(successor.pid, signal.SIGKILL)
+    hold.unlink()
+    await replacing
+    assert first.exit_code() == 0 and successor.exit_code() is None
+
+
+async def test_a_child_that_crashes_as_it_is_restarted_is_not_waited_for_twice(stage: Stage) -> None:
+    running = stage.supervise(only := stage.fake("only"))
+    await running.start()
+    os.kill(only.pid, signal.SIGKILL)
+    await eventually(lambda: only.exit_code() is not None)
+    await asyncio.wait_for(running.bounce("only", ready_s=10), 12)
+    assert only.exit_code() is None and stage.journal().count("only started") == 2
+    before = only.pid
+    await running.bounce("only", ready_s=10)
+    assert only.pid != before
+
+
 async def test_a_predecessor_that_still_drains_ends_with_the_supervisor(stage: Stage) -> None:
     running = stage.supervise(first := stage.fake("first", "--drain-s", "60"))
     await running.start()
