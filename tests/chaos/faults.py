@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,7 +81,17 @@ def moves(*targets: str) -> Fault:
 
 
 RESTART = Fault("restart everything", "restart", ChaosMesh.restart)
+RESTART_BESIDE_KILLS = Fault("restart everything beside kills", "other", lambda mesh: _restart_beside(mesh, EVERY))
 UPGRADE = Fault("restart into this code", "restart", ChaosMesh.restart)
+
+
+async def _restart_beside(mesh: ChaosMesh, targets: Iterable[str]) -> None:
+    """A restart of everything must not fail because a process is killed meanwhile."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(mesh.restart())
+        for target in targets:
+            await asyncio.sleep(4 * AGAIN_S)
+            group.create_task(mesh.kill(target))
 
 
 def _kind(target: str) -> Kind:
@@ -114,6 +124,7 @@ SINGLE = [
     moves(),
     moves("worker-1", "scheduler-1"),
     RESTART,
+    RESTART_BESIDE_KILLS,
 ]
 
 CLUSTER = [

@@ -20,13 +20,14 @@ from pathlib import Path
 
 from bench.report import table
 from motet.shared.clock import now_s
-from tests.fuzz import adapters, bus, connections, http, messages, owner
+from tests.fuzz import adapters, bus, connections, doors, http, messages, owner
 from tests.fuzz.mesh import FuzzMesh
 
-PARTS = ("owner", "messages", "adapters", "http", "connections", "bus", "restart")
+PARTS = ("owner", "messages", "adapters", "http", "connections", "bus", "restart", "doors")
 OWNER_CASES, MESSAGE_CASES, BUS_CASES = 8000, 1500, 30_000
 HTTP_S = 200.0
 IDLE, SLOW = 10_000, 200
+RACES, SILENT_TLS = 60, 3_000
 
 
 @dataclass
@@ -77,6 +78,14 @@ class Fuzz:
         seen = await connections.fuzz(self.mesh, IDLE, SLOW)
         what = f"silent and slow connections, MiB they cost: {seen.grown_bytes >> 20}, still open: {seen.open_afterwards}"
         return seen.connections, what, [seen.trouble] if seen.trouble else []
+
+    async def doors(self) -> tuple[int, str, list[str]]:
+        seen = await doors.fuzz(self.directory / "doors", RACES, SILENT_TLS)
+        what = (
+            f"races for an API key, revoked ones that work: {seen.alive}; silent TLS clients, MiB they cost:"
+            f" {seen.grown_bytes >> 20}, slowest good request: {seen.slowest_s:.2f} s"
+        )
+        return seen.cases, what, [seen.trouble] if seen.trouble else []
 
     async def bus(self) -> tuple[int, str, list[str]]:
         sent, trouble = await bus.fuzz(self.mesh, BUS_CASES, self.seed)
