@@ -167,6 +167,11 @@ class Stack:
         self._watcher.changed("nats", "ready", note)
 
     @property
+    def ready(self) -> bool:
+        """Whether the start is complete."""
+        return self._ready
+
+    @property
     def children(self) -> list[Child]:
         """All supervised processes."""
         return self._supervisor.children if self._supervisor is not None else []

@@ -110,7 +110,7 @@ class Supervisor:
             attempts += 1
             never_ready = not self._ready[child.name].is_set()
             if never_ready and (attempts >= START_ATTEMPTS or child.exit_code() == CONFIG_ERROR_EXIT):
-                raise StartFailed(f"{child.name} cannot start: {ended}\n{_last_words(child)}")
+                raise StartFailed(_why(child, ended))
             if now_s() - began > STABLE_S:
                 backoff_s = FIRST_BACKOFF_S
             self.restarts[child.name] += 1
@@ -259,6 +259,15 @@ def _how(code: int | None) -> str:
     if code is None or code == 0:
         return "ended"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def _why(child: Child, ended: str) -> str:
+    """Why a child cannot start: the line with which it refused its configuration, else its last log lines."""
+    if child.exit_code() == CONFIG_ERROR_EXIT:
+        for line in reversed(tail(child.log_path, since=child.log_from).splitlines()):
+            if line.startswith("motet "):
+                return f"{child.name} cannot start: {line.partition(': ')[2]}"
+    return f"{child.name} cannot start: {ended}\n{_last_words(child)}"
 
 
 def _last_words(child: Child) -> str:

@@ -90,7 +90,7 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
                 progress.line(f"chats cannot be served: {options.chats_missing}")
             progress.line(await summary(stack))
             await _or_told(stack.failed(), told)
-        progress.line("draining; Ctrl-C again to stop at once")
+        progress.line("draining; Ctrl-C again to stop at once" if stack.ready else "stopping before the start is complete")
         return 0
     except (ConfigError, NatsStartError, StartFailed) as error:
         progress.silent = True

@@ -34,5 +34,5 @@ def _why(name: str, adapters: AdapterWatch, tenant: str, base_model: str) -> str
         if close := get_close_matches(name[:COMPARED_CHARS], names, n=1, cutoff=ALIKE):
             return f" Did you mean `{close[0]}`? GET /v1/models lists what is served."
     if unlisted := adapters.refused.unlisted:
-        return f" {unlisted} more adapters of --adapters-dir were refused than are listed; see the registry's log."
+        return f" It may be one of {unlisted:,} adapters of --adapters-dir whose refusals only the registry's log has."
     return " GET /v1/models lists what is served."

@@ -130,6 +130,14 @@ async def test_a_configuration_error_is_not_tried_again(stage: Stage) -> None:
     assert stage.journal() == ["misconfigured started"]
 
 
+async def test_a_configuration_error_is_told_in_the_childs_own_line(stage: Stage, tmp_path: Path) -> None:
+    program = "import sys; print('12:00 info starting'); print('motet worker: --device: there is no GPU'); sys.exit(2)"
+    spec = ServiceSpec(name="worker-1", argv=lambda _: [sys.executable, "-c", program])
+    with pytest.raises(StartFailed) as failure:
+        await stage.supervise(ServiceProcess(spec, tmp_path)).start()
+    assert str(failure.value) == "worker-1 cannot start: --device: there is no GPU"
+
+
 async def test_a_child_that_ignores_the_drain_is_killed_at_the_deadline(stage: Stage) -> None:
     running = stage.supervise(child := stage.fake("deaf", "--deaf"))
     await running.start()

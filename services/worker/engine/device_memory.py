@@ -76,7 +76,7 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = F
     if kv_cache_dtype != "auto" and not int8_kv:
         raise ConfigError(
             f"--kv-cache-dtype {kv_cache_dtype}: only the compiled CPU kernels read such a KV cache, and they are not in use"
-            f" here (device {device}; see the warning above, or MOTET_KERNELS)"
+            f" here (device {device}, or MOTET_KERNELS chooses others)"
         )
     block_bytes = kv_bytes_per_block(config, dtype=options.dtype, block_size=options.block_size, kv_cache_dtype=kv_cache_dtype)
     both = options.kv_blocks * block_bytes + options.lora_bytes if options.elastic else 0

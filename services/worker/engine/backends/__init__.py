@@ -42,7 +42,10 @@ def open_backend(options: BackendOptions) -> Backend:
     except BackendMissing as error:
         if name != "auto" or chosen != "cpu":
             raise ConfigError(f"kernels {chosen!r}: {error}") from None
-        runner = reference(options)
+        try:
+            runner = reference(options)
+        except ConfigError as without:  # what only compiled kernels can do
+            raise ConfigError(f"{without}: {str(error).splitlines()[0]}") from None
         runner.kernels_note = f"steps take {SLOWER} times as long as with compiled kernels: {str(error).splitlines()[0]}"
         _log.warning("compiled CPU kernels are missing", extra={"reason": str(error), "slower": f"{SLOWER} times"})
         return runner

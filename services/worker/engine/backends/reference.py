@@ -54,7 +54,7 @@ def torch_runner(
     if options.quantization != "none":
         raise ConfigError(
             f"--quantization {options.quantization}: only the compiled CPU kernels read such weights, and they are not in use"
-            f" here (device {memory.device}; see the warning above, or MOTET_KERNELS)"
+            f" here (device {memory.device}, or MOTET_KERNELS chooses others)"
         )
     loader, beside, assist = None, None, None
     if streams is not None:
