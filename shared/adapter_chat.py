@@ -30,6 +30,7 @@ TEXT_FILES = (CONFIG_FILE, SPECIAL_MAP_FILE, ADDED_FILE, "chat_template.jinja", 
 """The files of an adapter that are read beside its configuration and weights, and templates in `additional_chat_templates`."""
 MAX_RECORD_BYTES = 60 * 1024  # of an AdapterChat as JSON: what a record may have
 MAX_TOKENS = 65_536  # that the files of a tokenizer declare
+MAX_NEW_SPECIAL = 16  # special tokens that are plain entries of the base: texts are searched for each of them
 WITHOUT = "register it with chat=false (motet adapters add --no-chat) to serve it with the base model's template and tokens"
 
 
@@ -82,13 +83,19 @@ def read_chat(
     _check_vocabulary({text: at for text, at in tokens.ids.items() if text not in unused}, vocabulary, vocab_size)
     if wrong := next((at for at in ends if at >= vocab_size), None):
         raise InvalidAdapter(f"{GENERATION_FILE}: eos_token_id {wrong} is outside the vocabulary of {vocab_size}; {WITHOUT}")
+    new = tokens.special - unused - set(special)
+    if vocabulary is not None and len(new) > MAX_NEW_SPECIAL:
+        raise InvalidAdapter(
+            f"{CONFIG_FILE}: {len(new)} special tokens are plain entries of the base model's vocabulary, at most "
+            f"{MAX_NEW_SPECIAL} are served; {WITHOUT}"
+        )
     chat = AdapterChat(
         templates={
             name: Template(template.source, tuple(sorted(template.reads)), template.takes_images)
             for name, template in sorted(templates.named.items())
         },
         special=dict(sorted(named.items())),
-        special_tokens=tuple(sorted(tokens.special - unused - set(special))),
+        special_tokens=tuple(sorted(new)),
         generation=generation,
         eos_token_ids=ends,
     )

@@ -193,6 +193,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
                 add_special_tokens=bool(special),
                 variables=asked.chat_template_kwargs,
                 template=gateway.planner.template(profile, request.state.tenant, tools=tools),
+                whole=profile.whole,
                 counting=True,
             )
         else:

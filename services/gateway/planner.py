@@ -158,9 +158,9 @@ class RequestPlanner:
         if isinstance(request, ChatRequest):
             template = self.template(profile, tenant, tools=bool(request.usable_tools()))
             images = self._images(request, template)
-            prompts = await self._chat_prompt(request, template)
+            prompts = await self._chat_prompt(request, template, profile)
         else:
-            prompts = await self._text_prompts(request)
+            prompts = await self._text_prompts(request, profile)
         n = request.n or 1
         if len(prompts) * n > SEQUENCES_MAX:
             raise BadRequest(f"{len(prompts)} prompts times n={n} is more than {SEQUENCES_MAX} sequences", param="n")
@@ -306,7 +306,9 @@ class RequestPlanner:
             model, adapter = name, found
         return model, adapter
 
-    async def _chat_prompt(self, request: ChatRequest, template: ChatTemplate | ForeignTemplate) -> list[list[int]]:
+    async def _chat_prompt(
+        self, request: ChatRequest, template: ChatTemplate | ForeignTemplate, profile: Profile
+    ) -> list[list[int]]:
         tokens = await self._prompts.chat(
             request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,
@@ -314,6 +316,7 @@ class RequestPlanner:
             add_special_tokens=bool(request.add_special_tokens),
             variables=_variables(request, template),
             template=template,
+            whole=profile.whole,
             longest=self._longest(request),
         )
         return [self._checked(self._truncated(request, tokens), "messages")]
@@ -359,11 +362,13 @@ class RequestPlanner:
             short_ids=options.tool_call_parser == "mistral",
         )
 
-    async def _text_prompts(self, request: CompletionRequest) -> list[list[int]]:
+    async def _text_prompts(self, request: CompletionRequest, profile: Profile) -> list[list[int]]:
         given = request.prompts()
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         special = request.add_special_tokens is not False
-        tokenized = iter(await self._prompts.texts(texts, add_special_tokens=special, longest=self._longest(request)))
+        tokenized = iter(
+            await self._prompts.texts(texts, add_special_tokens=special, whole=profile.whole, longest=self._longest(request))
+        )
         prompts = [next(tokenized) if isinstance(prompt, str) else self._known(prompt) for prompt in given]
         return [self._checked(self._truncated(request, tokens), "prompt") for tokens in prompts]
 

@@ -13,10 +13,10 @@ import msgspec
 
 from motet.services.gateway.prompt import Prompts
 from motet.services.gateway.rendering import Renderers
-from motet.shared.adapter_chat import AdapterChat, Template
+from motet.shared.adapter_chat import MAX_NEW_SPECIAL, WITHOUT, AdapterChat, Template
 from motet.shared.chat_sandbox import Render
 from motet.shared.chat_templates import DEFAULT, TOOL_USE, ChatTemplate
-from motet.shared.errors import Unavailable
+from motet.shared.errors import BadRequest, Unavailable
 from motet.shared.generation_config import GenerationDefaults
 
 PROFILES_MAX = 256
@@ -51,6 +51,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     defaults: GenerationDefaults
     eos_token_ids: tuple[int, ...] = ()  # beside the base's
     left_out: frozenset[int] = frozenset()  # special tokens that texts do not show, beside the base's
+    whole: dict[str, int] = {}  # those that are plain entries of the base's vocabulary: in prompts they are one token
 
 
 class Profiles:
@@ -68,7 +69,10 @@ class Profiles:
         await self._renderers.close()
 
     def of(self, chat: str) -> Profile:
-        """The profile of adapter versions with this `AdapterVersion.chat`, "" for the base model. Raises Unavailable."""
+        """The profile of adapter versions with this `AdapterVersion.chat`, "" for the base model.
+
+        Raises BadRequest when it has too many special tokens, Unavailable when its record has not arrived.
+        """
         if not chat or not self._enabled:
             return self._base
         profile = self._known.pop(chat, None)
@@ -100,14 +104,23 @@ class Profiles:
             sources = {name: template.source for name, template in base.named.items()}
         own = {name: self._with(known[source], special) for name, source in sources.items() if source in known}
         eos = self._id(chat.special["eos_token"]) if "eos_token" in chat.special else None
-        skipped = [token for text in chat.special_tokens if (token := self._id(text)) is not None]
+        skipped = {text: token for text in chat.special_tokens if (token := self._id(text)) is not None}
+        added = {token.content for token in self._prompts.tokenizer.get_added_tokens_decoder().values()}
+        whole = {text: token for text, token in skipped.items() if text not in added}
+        if len(whole) > MAX_NEW_SPECIAL:
+            raise BadRequest(
+                f"the adapter has {len(whole)} special tokens that are plain entries of the base model's vocabulary, at most "
+                f"{MAX_NEW_SPECIAL} are served: {WITHOUT}",
+                param="model",
+            )
         return Profile(
             own=own,
             foreign={name: template for name, template in chat.templates.items() if name not in own},
             special=special,
             defaults=_over(self._prompts.defaults, chat.generation),
             eos_token_ids=tuple(dict.fromkeys([*([] if eos is None else [eos]), *chat.eos_token_ids])),
-            left_out=frozenset(skipped),
+            left_out=frozenset(skipped.values()),
+            whole=whole,
         )
 
     def _with(self, template: ChatTemplate, special: dict[str, str]) -> ChatTemplate:

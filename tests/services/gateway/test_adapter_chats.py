@@ -41,7 +41,7 @@ TEMPLATE = (
 )
 FILES: dict[str, Any] = {
     "chat_template.jinja": TEMPLATE,
-    "tokenizer_config.json": json.dumps({"eos_token": "hello"}),  # a plain entry of the base's vocabulary
+    "tokenizer_config.json": json.dumps({"eos_token": "hell"}),  # a plain entry of the base's vocabulary
     "generation_config.json": json.dumps({"temperature": 0.25, "top_k": 7, "eos_token_id": [1, 5]}),
 }
 
@@ -94,16 +94,18 @@ async def test_prompts_are_those_of_transformers_for_the_adapters_files(tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(both))
-    expected = tokenizer.apply_chat_template(USER, tools=tools, tokenize=False)
+    expected = tokenizer.apply_chat_template(USER, tools=tools, return_dict=False)
 
     prompts, chat = Prompts(model), chat_of(files, model)
     profiles = Profiles(prompts, Stored(chat), enabled=True)
     try:
-        template = profiles.template(profiles.of(chat.digest), tools=bool(tools), tenant="a")
-        found = await prompts.chat(USER, template=template, variables={"tools": tools} if tools else None)
+        profile = profiles.of(chat.digest)
+        template = profiles.template(profile, tools=bool(tools), tenant="a")
+        variables = {"tools": tools} if tools else None
+        found = await prompts.chat(USER, template=template, whole=profile.whole, variables=variables)
     finally:
         await profiles.close()
-    assert found == await prompts.chat(USER, template=prompts.templates.only("{{ x }}", "").chosen(), variables={"x": expected})
+    assert found == expected
 
 
 async def test_a_template_that_the_base_has_too_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -112,7 +114,7 @@ async def test_a_template_that_the_base_has_too_starts_no_process(tmp_path: Path
     prompts, chat = Prompts(model), chat_of(FILES, model)
     profiles = Profiles(prompts, Stored(chat), enabled=True)
     own = await prompts.chat(USER, template=profiles.template(profiles.of(chat.digest), tools=False, tenant="a"))
-    assert prompts.tokenizer.decode(own, skip_special_tokens=False) == "<s>[user]hello worldhello"
+    assert prompts.tokenizer.decode(own, skip_special_tokens=False) == "<s>[user]hello worldhell"
     assert own != await prompts.chat(USER)  # the base's template with the adapter's eos_token
 
 
@@ -203,7 +205,7 @@ async def test_requests_on_the_adapter_use_its_template_tokens_and_defaults_and_
 ):
     await adapter_with(mesh.bus, mesh.gateway, tmp_path / "demo", FILES)
     tokenizer = mesh.gateway.prompts.tokenizer
-    eos = tokenizer.token_to_id("hello")
+    eos = tokenizer.token_to_id("hell")
     mesh.say("ab")
     for model in ("own", "upper"):
         async with http.post(f"{mesh.url}/v1/chat/completions", json={"model": model, "messages": USER, "top_k": 3}) as answer:
@@ -217,7 +219,7 @@ async def test_requests_on_the_adapter_use_its_template_tokens_and_defaults_and_
         assert (await answer.json())["tokens"] == unpack_tokens(own.prompt)
     async with http.get(f"{mesh.url}/v1/adapters/own") as answer:
         shown = (await answer.json())["chat"]
-    assert shown["templates"] == {"default": TEMPLATE} and shown["special_tokens"]["eos_token"] == "hello"
+    assert shown["templates"] == {"default": TEMPLATE} and shown["special_tokens"]["eos_token"] == "hell"
     assert shown["generation"] == {"temperature": 0.25, "top_k": 7} and shown["eos_token_ids"] == [1, 5]
 
 
