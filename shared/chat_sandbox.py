@@ -44,9 +44,10 @@ LENGTH = struct.Struct(">I")
 _ROOT = Path(motet.__file__).resolve().parents[1]
 COMMAND = (
     sys.executable, "-I", "-c",
-    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from motet.shared.chat_sandbox import main; main(*sys.argv[1:])",
+    f"import os, sys; os.nice(int(sys.argv[2])); sys.path.insert(0, {str(_ROOT)!r}); "
+    "from motet.shared.chat_sandbox import main; main(sys.argv[1])",
 )  # fmt: skip
-"""The child's command line, before the arguments of `main`."""
+"""The child's command line; two arguments follow: that of `main`, and how nice the process is, from its first line on."""
 
 
 class Inspect(msgspec.Struct, tag="inspect"):
@@ -102,11 +103,10 @@ def framed(message: msgspec.Struct) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def main(model_dir: str = "", niceness: str = "0") -> None:
+def main(model_dir: str) -> None:
     """Run the child until stdin ends. `model_dir`: whose vocabulary adapters' tokens are compared with; "" for none."""
     base = _vocabulary(Path(model_dir)) if model_dir else (None, [])
     _prepare()
-    os.nice(int(niceness))
     _confine()
     compiled: dict[bytes, ChatTemplate] = {}
     while (task := _next(sys.stdin.buffer)) is not None:

@@ -51,7 +51,7 @@ class ChatReader:
         too_much = InvalidAdapter(f"its chat template takes more time or memory than is allowed; {WITHOUT}")
         try:
             child = subprocess.run(
-                [*COMMAND, self._model_dir],
+                [*COMMAND, self._model_dir, "0"],
                 input=task,
                 capture_output=True,
                 timeout=WALL_S,
