@@ -18,6 +18,7 @@ from motet.services.gateway import conversation, fields, structured
 from motet.services.gateway.nesting import TOO_DEEP, check_depth, deep_field
 from motet.services.gateway.structured import ResponseFormat, StructuredOutputs, Text
 from motet.shared.errors import BadRequest
+from motet.shared.generation_config import MaxTokens, MinP, RepetitionPenalty, Temperature, TopK, TopP
 from motet.shared.messages import Image
 from motet.shared.model import StructuredOutput
 
@@ -108,19 +109,13 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX, description="Choices per prompt.")] | None = None
     max_tokens: (
         Annotated[
-            int,
-            Meta(
-                ge=1,
-                le=1 << 31,
-                description="Maximum tokens to generate; prompt and output together must fit the context length.",
-            ),
+            MaxTokens,
+            Meta(description="Maximum tokens to generate; prompt and output together must fit the context length."),
         ]
         | None
     ) = None
-    temperature: Annotated[float, Meta(ge=0, le=2, description="Sampling temperature; 0: greedy.")] | None = None
-    top_p: (
-        Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling: total probability of the tokens to draw from.")] | None
-    ) = None
+    temperature: Annotated[Temperature, Meta(description="Sampling temperature; 0: greedy.")] | None = None
+    top_p: Annotated[TopP, Meta(description="Nucleus sampling: total probability of the tokens to draw from.")] | None = None
     presence_penalty: (
         Annotated[float, Meta(ge=-2, le=2, description="Subtracted from the logit of each token that is in the output.")] | None
     ) = None
@@ -153,16 +148,10 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     best_of: Annotated[int, Meta(description="Must equal `n`.")] | None = None
     # vLLM
-    top_k: (
-        Annotated[int, Meta(ge=-1, le=1 << 31, description="Draw from the k most likely tokens; 0 or -1: from all.")] | None
-    ) = None
-    min_p: (
-        Annotated[float, Meta(ge=0, le=1, description="Minimum probability of a token, relative to the most likely one.")]
-        | None
-    ) = None
+    top_k: Annotated[TopK, Meta(description="Draw from the k most likely tokens; 0 or -1: from all.")] | None = None
+    min_p: Annotated[MinP, Meta(description="Minimum probability of a token, relative to the most likely one.")] | None = None
     repetition_penalty: (
-        Annotated[float, Meta(ge=0.01, le=10, description="Penalty factor for tokens in the prompt or output, as in vLLM.")]
-        | None
+        Annotated[RepetitionPenalty, Meta(description="Penalty factor for tokens in the prompt or output, as in vLLM.")] | None
     ) = None
     min_tokens: (
         Annotated[int, Meta(ge=0, le=1 << 31, description="Minimum tokens before an ending token or stop token may be drawn.")]

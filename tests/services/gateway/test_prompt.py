@@ -137,6 +137,22 @@ def test_a_directory_that_is_no_model_is_a_configuration_error(tmp_path: Path) -
         Prompts(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("generation", "reason"),
+    [
+        ({"repetition_penalty": 0}, "repetition_penalty is 0: Expected `float` >= 0.01"),
+        ({"max_new_tokens": -5}, "max_new_tokens is -5: Expected `int` >= 1"),
+        ({"top_p": 1.5}, "top_p is 1.5: Expected `float` <= 1.0"),
+        ({"temperature": "hot"}, "temperature is 'hot': Expected `float | null`, got `str`"),
+    ],
+)
+def test_defaults_that_no_request_may_have_end_the_start(tmp_path: Path, generation: dict[str, Any], reason: str) -> None:
+    model_dir = write_model_dir(tmp_path, **generation)
+    with pytest.raises(ConfigError) as refused:
+        Prompts(model_dir)
+    assert str(refused.value) == f"--model: generation_config.json: {reason}"
+
+
 # ---- long texts
 
 
