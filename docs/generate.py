@@ -166,6 +166,15 @@ if the client has not received any of it, and otherwise ends with the error `wor
 **Log-probabilities of the prompt** (`prompt_logprobs`, and `echo` with `logprobs`) need an engine that supports them. They are
 not streamed. At most 49,152 are returned for a prompt, where each prompt token counts one more than the number requested.
 
+**Chat templates** come from the model directory, in any form that transformers reads: `chat_template.jinja` and
+`additional_chat_templates/`, or `chat_template` in tokenizer_config.json or chat_template.json as a text, a list or a mapping
+of names. `tool_use` serves requests with tools if there is one, `default` all others. `--chat-template` replaces them by a
+file, one of the model's by its name, a shipped one (`chatml`, `llama3`) or a text. Without any, a chat is a 400 that says what
+to give. A shipped template does not change where answers end: if its end of turn (`<|im_end|>`, `<|eot_id|>`) is not the
+model's end token, send it as `stop_token_ids`, or as `stop` where it is no token. The role `developer` becomes `system`, joined
+with other system messages, where a template does not name it. The `reasoning` of earlier answers is also passed as
+`reasoning_content`.
+
 **Tools** are passed to the chat template, and the gateway finds the calls in the model's text: `--tool-call-parser` names the
 format (`hermes`, which Qwen writes too, `llama3_json`, `mistral`). This works with any engine. Only `tool_choice: "required"`
 and a named function need structured outputs, but no parser. A streamed call is one event, sent when the call is complete. A

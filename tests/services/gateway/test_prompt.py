@@ -229,6 +229,14 @@ async def test_waiting_texts_are_bounded_in_characters(tmp_path: Path) -> None:
     assert await prompts.texts(["x" * 40_000]), "one alone is always taken"
 
 
+async def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(tmp_path: Path) -> None:
+    named = {"default": "hello{{ messages[0].content }}", "tool_use": "{{ tools | length }}{{ messages[0].content }}"}
+    prompts = Prompts(write_model_dir(tmp_path, chat_template=named))
+    hello, tools = [{"role": "user", "content": " world"}], {"tools": [{"type": "function"}]}
+    assert await prompts.chat(hello) == (await prompts.texts(["hello world"]))[0]
+    assert await prompts.chat(hello, variables=tools) == (await prompts.texts(["1 world"]))[0]
+
+
 # ---- --chat-template
 
 
