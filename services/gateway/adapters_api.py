@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from motet.services.gateway import protocol
 from motet.services.gateway.auth import Caller, caller_of
-from motet.services.gateway.config import MAX_BODY_BYTES
+from motet.services.gateway.config import ADMIN_BODY_BYTES
 from motet.services.gateway.http import json_answer, one_line, read_body, too_large
 from motet.services.gateway.unknown_model import refusal
 from motet.shared import subjects
@@ -140,7 +140,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
     """All adapter routes, on a router that authenticates."""
     registry = _Registry(gateway)
     uploads = asyncio.Semaphore(gateway.config.requests.max_uploads)
-    max_body = MAX_BODY_BYTES
+    max_body = ADMIN_BODY_BYTES
 
     @api.get("/v1/adapters")
     async def adapters(request: Request, tenant: str | None = None) -> Response:

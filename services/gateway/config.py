@@ -13,7 +13,9 @@ from motet.shared.model import Slo
 
 MIB = 1 << 20
 MAX_BODY_BYTES = 4 * MIB
-"""Of a request's body; uploads have their own limit."""
+"""Of a generating request's body; uploads have their own limit."""
+ADMIN_BODY_BYTES = MIB // 4
+"""Of a body that changes adapters or keys."""
 
 
 class HttpConfig(Config, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from motet.services.gateway import protocol
+from motet.services.gateway import body_shape, protocol
 from motet.services.gateway.planner import SLO_FIELDS, RequestPlan
 from motet.shared import subjects
 from motet.shared.clock import now_s, unix_ms
@@ -31,9 +31,9 @@ Parsed = tuple[protocol.ChatRequest | protocol.CompletionRequest, dict[str, Any]
 
 
 class DurableRequest:
-    """One delivery. Ids and deadline are read before the body is checked; `parse` checks it."""
+    """One delivery. `read` takes ids and deadline from the body, and `parse` checks it; both may take long."""
 
-    def __init__(self, delivery: Delivery, *, bytes_max: int) -> None:
+    def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
         self.tenant = delivery.subject.rsplit(".", 1)[-1]
         message_id = delivery.headers.get("Nats-Msg-Id", "")
@@ -42,12 +42,8 @@ class DurableRequest:
         self._ends_s: float | None = None
         self._fields: dict[str, msgspec.Raw] = {}
         self._problem: MotetError | None = None
-        self._read(bytes_max)
-        if self.timeout_ms is not None:
-            age_ms = max(0, unix_ms() - delivery.published_unix_ms)
-            self._ends_s = now_s() + (self.timeout_ms - age_ms) / 1000
 
-    def _read(self, bytes_max: int) -> None:
+    def read(self, bytes_max: int) -> None:
         """Read id and deadline from the body, and remember the first error in it."""
         if not TENANT.fullmatch(self.tenant):
             self._problem = BadRequest(f"tenant {self.tenant!r}: letters, digits, '_' and '-' only, at most 64")
@@ -55,6 +51,7 @@ class DurableRequest:
             self._problem = TooLarge(f"the request has {len(self.delivery.data)} bytes, the limit is {bytes_max}")
             return
         try:
+            body_shape.check(self.delivery.data)
             self._fields = protocol.decode(self.delivery.data, protocol.KEYS)
         except BadRequest as error:
             self._problem = self._problem or error
@@ -68,6 +65,8 @@ class DurableRequest:
         timeout_ms = _value(self._fields.pop("timeout_ms", None))
         if isinstance(timeout_ms, int) and not isinstance(timeout_ms, bool) and 1 <= timeout_ms <= TIMEOUT_MAX_MS:
             self.timeout_ms = timeout_ms
+            age_ms = max(0, unix_ms() - self.delivery.published_unix_ms)
+            self._ends_s = now_s() + (timeout_ms - age_ms) / 1000
         elif timeout_ms is not None:
             reason = f"timeout_ms: expected whole milliseconds from 1 to {TIMEOUT_MAX_MS}"
             self._problem = self._problem or BadRequest(reason, param="timeout_ms")

@@ -30,7 +30,8 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import orjson
 from prometheus_client import Counter, Gauge
@@ -38,6 +39,7 @@ from prometheus_client import Counter, Gauge
 from motet.services.gateway import answers
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.durable import DurableRequest, check_answer_fits
+from motet.services.gateway.lanes import Lane
 from motet.services.gateway.limits import Limits, Turn
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlan, RequestPlanner
@@ -50,6 +52,7 @@ from motet.shared.provision import ACK_WAIT_S, request_bytes_max
 from motet.shared.streams import Delivery, Pulls
 from motet.shared.telemetry import REGISTRY, logger
 
+T = TypeVar("T")
 log = logger("motet.gateway.intake")
 
 MAX_DEATHS = 20  # a request that so many processes died with is poison
@@ -89,9 +92,11 @@ class _Queue:
 class Intake:
     """Pulls durable requests while it has room and settles each exactly once."""
 
-    def __init__(self, bus: Bus, owner: Owner, planner: RequestPlanner, config: GatewayConfig, limits: Limits) -> None:
+    def __init__(
+        self, bus: Bus, owner: Owner, planner: RequestPlanner, lane: Lane, config: GatewayConfig, limits: Limits
+    ) -> None:
         self._bus, self._owner, self._planner, self._config = bus, owner, planner, config
-        self._limits = limits
+        self._lane, self._limits = lane, limits
         self._queues: dict[str, _Queue] = {}
         self._slots = asyncio.Semaphore(config.requests.intake_concurrency)
         self._parked: deque[asyncio.Event] = deque()  # longest first
@@ -244,9 +249,10 @@ class Intake:
 
     async def _settle(self, queue: _Queue, delivery: Delivery) -> None:
         """Take one delivery to its end: acknowledged or handed back."""
-        request = DurableRequest(delivery, bytes_max=request_bytes_max(self._bus))
+        request = DurableRequest(delivery)
         keeping = asyncio.get_running_loop().create_task(_keep_alive(delivery))
         try:
+            await self._in_lane(delivery, lambda: request.read(request_bytes_max(self._bus)))
             outcome = await self._resolve(queue, request)
             FINISHED.labels(outcome).inc()
             try:
@@ -320,12 +326,17 @@ class Intake:
         return answer
 
     async def _run_in(self, turn: Turn, request: DurableRequest) -> dict[str, Any]:
-        parsed, slo, live = request.parse()
+        parsed, slo, live = await self._in_lane(request.delivery, request.parse)
         left_s = request.left_s()
         most_s = self._config.requests.request_timeout_s
         timeout_s = most_s if left_s is None else min(left_s, most_s)
         plan = await self._planner.plan(
-            parsed, tenant=request.tenant, slo=self._planner.slo(slo), timeout_s=max(timeout_s, 0.001)
+            parsed,
+            tenant=request.tenant,
+            slo=self._planner.slo(slo),
+            timeout_s=max(timeout_s, 0.001),
+            lane=self._lane,
+            size=len(request.delivery.data),
         )
         check_answer_fits(plan, self._result_bytes_max)
         turn.spend(plan.prompt_tokens)
@@ -335,6 +346,9 @@ class Intake:
         answer = await answers.collect(self._owner, plan, on_delta=self._live(subject, plan))
         await self._say(subject, b"")
         return answer
+
+    async def _in_lane(self, delivery: Delivery, work: Callable[[], T]) -> T:
+        return await self._lane.run(work, len(delivery.data), delivery.subject)
 
     def _live(self, subject: str, plan: RequestPlan) -> answers.OnDelta:
         """Publishes each delta as the chunk that HTTP would have streamed."""

@@ -261,6 +261,9 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The field that asks for log-probabilities of the prompt, and how many alternatives it asks for; None without one."""
         return None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs)
 
+    def forget_content(self) -> None:
+        """Drop what only a prompt is made of: a request is kept as long as it runs, and its prompt is tokens by then."""
+
     def check(self) -> None:
         """Raises BadRequest naming the first field that asks for what is not served."""
         self.constraint()
@@ -374,6 +377,9 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         """The messages with text content joined to one string. Raises BadRequest naming the message."""
         return conversation.texts(self.messages)
 
+    def forget_content(self) -> None:
+        self.messages, self.tools, self.documents, self.chat_template_kwargs = [], None, None, None
+
     def take_images(self) -> list[Image]:
         """The images of the messages, in order; they are taken out. Raises BadRequest naming the part."""
         return conversation.take_images(self.messages)
@@ -427,6 +433,9 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     def logprobs_wanted(self) -> int | None:
         """How many alternatives to each token are asked for; None without log-probabilities."""
         return self.logprobs
+
+    def forget_content(self) -> None:
+        self.prompt = None
 
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts, as text or token ids. Raises BadRequest."""
@@ -525,6 +534,7 @@ def parse(body: bytes) -> ChatRequest | CompletionRequest:
 
 KEYS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _AT = re.compile(r"^(.*?) - at (?:`key` in )?`\$\.?(.*?)`$", re.DOTALL)
+_REASON_CHARS_MAX = 4096  # a field's name may have megabytes
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`", re.DOTALL)
 
@@ -553,6 +563,8 @@ def decode(body: bytes, decoder: Any) -> Any:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         text = str(error)
+        if len(text) > _REASON_CHARS_MAX:
+            text = text[:_REASON_CHARS_MAX] + "`" + text[-_REASON_CHARS_MAX:].partition("`")[2]
         found = _AT.match(text)
         reason, param = (found[1], found[2].replace("[...]", "")) if found else (text, "")
         if unknown := _UNKNOWN.search(reason):

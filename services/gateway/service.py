@@ -25,6 +25,7 @@ from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.idempotency import Once
 from motet.services.gateway.intake import Intake
+from motet.services.gateway.lanes import Lanes
 from motet.services.gateway.limits import Limits
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlanner
@@ -78,7 +79,8 @@ class GatewayService:
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
         self.prompts, detokenizer = await asyncio.to_thread(_load, config)
-        self._stack.callback(self.prompts.close)
+        self.lanes = Lanes()
+        self._stack.callback(self.lanes.close)
         self._waits_for = "NATS"
         self.bus = await Bus.connect(config.bus, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
@@ -108,7 +110,7 @@ class GatewayService:
             profiles,
             lambda: self.bus.max_payload,
         )
-        self.intake = Intake(self.bus, self.owner, self.planner, config, self.limits)
+        self.intake = Intake(self.bus, self.owner, self.planner, self.lanes.durable, config, self.limits)
         self.placements = PlacementWatch(self.bus, ">")
         await self.adapters.start()
         await self.placements.start()

@@ -184,7 +184,7 @@ async def test_an_intake_that_goes_with_a_request_leaves_it_to_the_next_one(mesh
     await mesh.gateway.intake.stop()
     await cancelled(mesh.first, unfinished.request_id)
     gateway = mesh.gateway
-    second = intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.config, gateway.limits)
+    second = intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.lanes.durable, gateway.config, gateway.limits)
     await second.start()
     try:
         assert (await result(bus, "inherited"))["response"]["choices"][0]["message"]["content"] == "DONE"
