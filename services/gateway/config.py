@@ -93,7 +93,14 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
     max_upload_bytes: Annotated[
         int, Meta(ge=1024, description="largest adapter archive in bytes; see also the registry's --max-adapter-bytes")
     ] = 1024 * MIB
-    max_uploads: Annotated[int, Meta(ge=1, description="maximum concurrent adapter uploads; further ones get 429")] = 4
+    max_uploads: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="maximum concurrent adapter uploads; further ones get 429. A tenant may begin one while it has fewer"
+            " than are free, so one tenant alone has at most half",
+        ),
+    ] = 8
 
 
 class AnswersConfig(Config, frozen=True, kw_only=True):

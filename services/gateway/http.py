@@ -28,6 +28,7 @@ from motet.shared.errors import BadRequest, MotetError, Overloaded, TooLarge, Un
 from motet.shared.telemetry import logger
 
 T = TypeVar("T")
+E = TypeVar("E", bound=MotetError)
 log = logger("motet.http")
 SERVER_SEND = "motet.server_send"  # in the scope: `send` as the server gave it, without middleware around it
 REQUEST_ID = "x-request-id"
@@ -94,10 +95,15 @@ class _Unread(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def too_large(request: Request, message: str, param: str | None = None) -> TooLarge:
-    """The error for a body that is not read to its end."""
+def unread(request: Request, error: E) -> E:
+    """`error`, the answer to a request whose body is not read to its end."""
     request.state.unread = True
-    return TooLarge(message, param=param)
+    return error
+
+
+def too_large(request: Request, message: str, param: str | None = None) -> TooLarge:
+    """The error for a body that is not read to its end because it is too large."""
+    return unread(request, TooLarge(message, param=param))
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -124,8 +130,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if len(body) + len(part) > max_bytes:
             raise too_large(request, f"the request body is longer than the limit of {max_bytes} bytes")
         if not held.take(len(part)):
-            state.unread = True
-            raise Overloaded("the bodies of this tenant's other requests have not been read yet", retry_after_s=1.0)
+            error = Overloaded("the bodies of this tenant's other requests have not been read yet", retry_after_s=1.0)
+            raise unread(request, error)
         body += part
     return bytes(body)
 
