@@ -8,7 +8,6 @@ from importlib.metadata import version as installed_version
 from typing import Any, Literal, Protocol
 
 import msgspec
-import orjson
 from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from motet.policies.tenant_shares import Part
 from motet.services.gateway import (
     adapters_api,
     answers,
@@ -32,6 +32,7 @@ from motet.services.gateway.absent import Absent
 from motet.services.gateway.adapters_api import created_unix_ms, public_source, shown_source
 from motet.services.gateway.auth import Keys, caller_of
 from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
+from motet.services.gateway.encoding import PartsResponse, encoded
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.guard import Guard
 from motet.services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
@@ -123,11 +124,17 @@ def build_app(gateway: Gateway) -> ASGIApp:
                     forget()
                 raise
         if not keyed:
-            return _json(await while_connected(request, whole(request, parsed, size, slo, turn)), turn.headers())
-        work = gateway.once.whole(request, digest, lambda: whole(request, parsed, size, slo, turn.hand_over()))
-        body, again = await while_connected(request, work)
+            parts, held = await while_connected(request, whole(request, parsed, size, slo, turn))
+            return UntilSent(PartsResponse(parts, turn.headers()), held.release)
+
+        async def once() -> bytes:
+            parts, held = await whole(request, parsed, size, slo, turn.hand_over())
+            held.release()
+            return b"".join(parts)
+
+        body, again = await while_connected(request, gateway.once.whole(request, digest, once))
         turn.end()
-        return _json(body, turn.headers() | ({"idempotent-replayed": "true"} if again else {}))
+        return PartsResponse([body], turn.headers() | ({"idempotent-replayed": "true"} if again else {}))
 
     async def planned(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Any:
         state, planner = request.state, gateway.planner
@@ -139,15 +146,19 @@ def build_app(gateway: Gateway) -> ASGIApp:
         turn.spend(plan.prompt_tokens)
         return plan
 
-    async def whole(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> bytes:
+    async def whole(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> tuple[list[bytes], Part]:
+        """The answer in parts, and its share of what all answers may have, to be released when it is sent."""
+        held = Part(owner.answers, request.state.tenant)
         try:
             collect: Any = embeddings.collect if isinstance(parsed, embeddings.EmbeddingRequest) else answers.collect
-            body = await collect(owner, await planned(request, parsed, size, slo, turn))
+            body = await collect(owner, await planned(request, parsed, size, slo, turn), held)
+            parts = await encoded(body, held)
         except BaseException:
             turn.fail()
+            held.release()
             raise
         turn.end(body["usage"].get("completion_tokens", 0))
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return parts, held
 
     async def stream(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Response:
         plan: RequestPlan = await planned(request, parsed, size, slo, turn)
@@ -307,10 +318,6 @@ async def _is_admin(gateway: Gateway, request: Request) -> bool:
 
 def _words(listed: str) -> list[str]:
     return [word.strip() for word in listed.split(",") if word.strip()]
-
-
-def _json(body: bytes, headers: dict[str, str]) -> Response:
-    return Response(body, headers=headers, media_type="application/json")
 
 
 def _slo_headers(request: Request) -> dict[str, str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from motet.services.gateway.nesting import TOO_DEEP, deep_field
 from motet.shared.errors import BadRequest
 
 SMALL_BYTES = 64 << 10
@@ -37,6 +38,8 @@ def check(body: bytes) -> None:
         found = _outside_texts(body)
     for count, (what, most) in zip(found, LIMITS.items(), strict=True):
         if count > most:
+            if field := deep_field(body):
+                raise BadRequest(f"{field}: {TOO_DEEP}", param=field)
             raise BadRequest(f"the request body has {count} {what}, the limit is {most}")
 
 

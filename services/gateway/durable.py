@@ -12,7 +12,9 @@ from typing import Any
 import msgspec
 import orjson
 
+from motet.policies.tenant_shares import Part
 from motet.services.gateway import body_shape, protocol
+from motet.services.gateway.encoding import LESS, encoded
 from motet.services.gateway.planner import SLO_FIELDS, RequestPlan
 from motet.shared import subjects
 from motet.shared.clock import now_s, unix_ms
@@ -111,12 +113,10 @@ class DurableRequest:
             raise BadRequest("stream: true or false is expected", param="stream")
         return protocol.parse(msgspec.json.encode(fields)), {"class": "batch"} | slo, live
 
-    def ok(self, answer: dict[str, Any], bytes_max: int) -> bytes:
-        """The result that holds `answer`, the OpenAI response body. Raises AnswerTooLarge."""
-        body = orjson.dumps({"request_id": self.request_id, "status": "ok", "response": answer})
-        if len(body) > bytes_max:
-            raise AnswerTooLarge(f"the answer has {len(body)} bytes, a result may have {bytes_max}; {_LESS}")
-        return body
+    async def ok(self, answer: dict[str, Any], held: Part, bytes_max: int) -> bytes:
+        """The result that holds `answer`, the OpenAI response body. Raises AnswerTooLarge, or Overloaded (`encoding.hold`)."""
+        result = {"request_id": self.request_id, "status": "ok", "response": answer}
+        return b"".join(await encoded(result, held, bytes_max))
 
     def failed(self, error: MotetError) -> bytes:
         """The result of a request without an answer, with the reason."""
@@ -147,9 +147,6 @@ def _value(raw: msgspec.Raw | None, default: Any = None) -> Any:
     return msgspec.json.decode(text) if len(text) <= FIELD_BYTES_MAX else text
 
 
-_LESS = "ask for fewer tokens, choices or log-probabilities"
-
-
 def check_answer_fits(plan: RequestPlan, bytes_max: int) -> None:
     """Raises AnswerTooLarge before anything runs when even the shortest answer to this plan is too large to store."""
     least = 0
@@ -160,4 +157,4 @@ def check_answer_fits(plan: RequestPlan, bytes_max: int) -> None:
         tokens = sampling.max_tokens if sampling.ignore_eos and not sampling.stop_token_ids else sampling.min_tokens
         least += tokens * (CHAT_TOKEN_BYTES * (sampling.logprobs + 1) if plan.chat else TEXT_TOKEN_BYTES)
     if least > bytes_max:
-        raise AnswerTooLarge(f"the answer would have at least {least} bytes, a result may have {bytes_max}; {_LESS}")
+        raise AnswerTooLarge(f"the answer would have at least {least} bytes, a result may have {bytes_max}; {LESS}")

@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 import orjson
 from prometheus_client import Counter, Gauge
 
+from motet.policies.tenant_shares import Part
 from motet.services.gateway import answers
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.durable import DurableRequest, check_answer_fits
@@ -276,7 +277,7 @@ class Intake:
                 if request.addressable and await self._answered(queue, request):
                     return "duplicate"
                 try:
-                    body = request.ok(await self._answer(queue, request), self._result_bytes_max)
+                    body = await self._answer(queue, request)
                     outcome = "ok"
                 except Unavailable:
                     raise
@@ -292,8 +293,8 @@ class Intake:
                 await self._park(queue, attempt, error.retry_after_s)
                 attempt += 1
 
-    async def _answer(self, queue: _Queue, request: DurableRequest) -> dict[str, Any]:
-        """The OpenAI response body, after any number of attempts. Raises the MotetError that no further attempt can change."""
+    async def _answer(self, queue: _Queue, request: DurableRequest) -> bytes:
+        """The result, after any number of attempts. Raises the MotetError that no further attempt can change."""
         if (deaths := await self._deaths(request)) > MAX_DEATHS:
             raise MotetError(f"{deaths} processes ended with this request and without a result")
         attempt = 0
@@ -314,18 +315,21 @@ class Intake:
                 log.error("durable request failed", extra={"request_id": request.request_id}, exc_info=bug)
                 raise MotetError(f"internal error: {type(bug).__name__}") from bug
 
-    async def _run(self, request: DurableRequest) -> dict[str, Any]:
-        """One attempt. Raises the MotetError that stopped it; a tenant's limit is retried."""
-        turn = self._limits.begin(request.tenant)
+    async def _run(self, request: DurableRequest) -> bytes:
+        """The result of one attempt. Raises the MotetError that stopped it; a tenant's limit is retried."""
+        turn, held = self._limits.begin(request.tenant), Part(self._owner.answers, request.tenant)
         try:
-            answer = await self._run_in(turn, request)
+            answer = await self._run_in(turn, request, held)
+            result = await request.ok(answer, held, self._result_bytes_max)
         except BaseException:
             turn.fail()
             raise
+        finally:
+            held.release()
         turn.end(answer["usage"]["completion_tokens"])
-        return answer
+        return result
 
-    async def _run_in(self, turn: Turn, request: DurableRequest) -> dict[str, Any]:
+    async def _run_in(self, turn: Turn, request: DurableRequest, held: Part) -> dict[str, Any]:
         parsed, slo, live = await self._in_lane(request.delivery, request.parse)
         left_s = request.left_s()
         most_s = self._config.requests.request_timeout_s
@@ -341,9 +345,9 @@ class Intake:
         check_answer_fits(plan, self._result_bytes_max)
         turn.spend(plan.prompt_tokens)
         if not live:
-            return await answers.collect(self._owner, plan)
+            return await answers.collect(self._owner, plan, held)
         subject = subjects.tokens(request.tenant, request.request_id)
-        answer = await answers.collect(self._owner, plan, on_delta=self._live(subject, plan))
+        answer = await answers.collect(self._owner, plan, held, on_delta=self._live(subject, plan))
         await self._say(subject, b"")
         return answer
 

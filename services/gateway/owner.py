@@ -28,8 +28,10 @@ from typing import Any
 import msgspec
 
 from motet.policies.recent_refusals import Kind, RecentRefusals
+from motet.policies.tenant_shares import TenantShares
 from motet.services.gateway import metrics
 from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.encoding import ANSWERS_BYTES_MAX
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.pulse import Pulse
 from motet.services.gateway.stream import Job, Signal, SlowReader, Stream
@@ -102,6 +104,7 @@ class Owner:
         self._gaps: dict[Stream, float] = {}  # streams with early items, and since when
         self._strays: dict[tuple[str, str], float] = {}
         self._refusals = RecentRefusals()
+        self.answers = TenantShares(ANSWERS_BYTES_MAX)  # bytes of whole answers that are being made or sent
         self._holder = LeaseHolder(bus, "gateway", gateway_id, secrets.token_hex(8))
         self._leases = LeaseWatch(bus, "worker", self._on_lost, self._holder)
         self._pulse = Pulse(bus, self._holders, self._on_lost)
