@@ -80,7 +80,7 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
     ] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="maximum duration of a request in seconds")] = 600.0
     stream_buffer_tokens: Annotated[
-        int, Meta(ge=16, description="maximum tokens buffered for a slow client; then its stream is ended")
+        int, Meta(ge=16, description="maximum tokens buffered for a slow client, and at most 4 MiB; then its stream is ended")
     ] = 4096
     intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="maximum durable requests from NATS in progress")] = 64
     send_prompts: Annotated[

@@ -22,6 +22,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import weakref
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -76,6 +78,7 @@ WATCH_S = 0.1
 LOSSES_MAX = 4
 EARLY_MAX = 256
 IMAGE_BYTES_MAX = 256 << 20
+UNREAD_BYTES_MAX = 128 << 20  # of tokens that are ready for callers which do not take them
 STRAY_EVERY_S = 1.0
 STRAYS_MAX = 4096
 
@@ -101,6 +104,7 @@ class Owner:
         self._max_inflight, self._buffer_tokens = max_inflight, stream_buffer_tokens
         self._active: dict[str, Stream] = {}
         self._idle = asyncio.Event()  # set whenever the last one ends
+        self._held: weakref.WeakSet[Stream] = weakref.WeakSet()  # by callers, also when they are complete
         self._gaps: dict[Stream, float] = {}  # streams with early items, and since when
         self._strays: dict[tuple[str, str], float] = {}
         self._refusals = RecentRefusals()
@@ -182,6 +186,7 @@ class Owner:
         self._repeat_refusal(job)
         stream = Stream(job, self.detokenizer, self._on_cancel, signal, self._buffer_tokens)
         self._active[job.request_id] = stream
+        self._held.add(stream)
         self._idle.clear()
         loop = asyncio.get_running_loop()
         stream.deadline = loop.call_later(job.timeout_s, self._on_deadline, stream)
@@ -505,6 +510,7 @@ class Owner:
         while True:
             await asyncio.sleep(WATCH_S)
             now = now_s()
+            self._end_unread()
             for stream in [s for s, since in self._gaps.items() if now - since > GAP_S]:
                 self._resume(stream, "gap")
             if not self._bus.connected:
@@ -517,6 +523,22 @@ class Owner:
                     self._resume(stream, "worker_lost", worker_id)
                 elif self._fleet.forgot(worker_id, stream.job.request_id, stream.epoch, stream.sign_s + SILENCE_S):
                     self._resume(stream, "forgotten")
+
+    def _end_unread(self) -> None:
+        """While more than `UNREAD_BYTES_MAX` are not read, end the largest stream of the tenant that has most."""
+        unread = {stream: size for stream in self._held if (size := stream.unread_bytes)}
+        total = sum(unread.values())
+        while total > UNREAD_BYTES_MAX:
+            tenants = Counter[str]()
+            for stream, size in unread.items():
+                tenants[stream.job.tenant] += size
+            [(tenant, _)] = tenants.most_common(1)
+            stream = max((one for one in unread if one.job.tenant == tenant), key=unread.__getitem__)
+            total -= unread.pop(stream)
+            stream.too_slow()
+            if self._active.get(stream.job.request_id) is stream:
+                self._cancel(stream)
+                self._done(stream)
 
     def _on_deadline(self, stream: Stream) -> None:
         error = DeadlineExceeded(f"the request did not finish within {stream.job.timeout_s:g} s")
