@@ -88,7 +88,7 @@ class GatewayService:
         self._waits_for = "the registry, which sets up NATS"
         await self.keys.start(self.bus)
         self._stack.push_async_callback(self.keys.stop)
-        self.adapters = AdapterWatch(self.bus, self._on_adapters)
+        self.adapters = AdapterWatch(self.bus, self._on_adapters, chats=True)
         self.fleet = Fleet(self.bus, config.base.name)
         self.owner = Owner(
             self.bus,
