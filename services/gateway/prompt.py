@@ -44,7 +44,7 @@ class Prompts:
         try:
             config = read_config(model_dir)
             self.context_length = size_in(config, "max_position_embeddings", most=LENGTH_MAX)
-            vocab_size = size_in(config, "vocab_size", default=0)
+            vocab_size = size_in(config, "vocab_size", default=1)
             self.defaults = generation_defaults(read_generation_config(model_dir))
         except UnsupportedModel as error:
             raise ConfigError(f"--model: {error}") from None
