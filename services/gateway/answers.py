@@ -10,6 +10,7 @@ from motet.policies.tenant_shares import Part
 from motet.services.gateway.calls import AnswerParser
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.encoding import Breath, Rows, hold
+from motet.services.gateway.made_by import Answer
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlan
 from motet.services.gateway.stream import Signal, Stream, TextDelta
@@ -38,8 +39,8 @@ async def open_all(owner: Owner, plan: RequestPlan) -> tuple[list[Stream], Signa
         raise
 
 
-async def collect(owner: Owner, plan: RequestPlan, held: Part, *, on_delta: OnDelta | None = None) -> dict[str, Any]:
-    """Run a plan to its end and return the whole OpenAI body. `on_delta(choice, delta)` is awaited for each delta.
+async def collect(owner: Owner, plan: RequestPlan, held: Part, *, on_delta: OnDelta | None = None) -> Answer:
+    """Run a plan to its end and return the whole OpenAI answer. `on_delta(choice, delta)` is awaited for each delta.
 
     Raises the MotetError of the first choice that fails; the others are cancelled then.
     """
@@ -66,6 +67,7 @@ async def collect(owner: Owner, plan: RequestPlan, held: Part, *, on_delta: OnDe
     finally:
         for stream in streams:
             stream.cancel()
+    made_by = owner.made_by(streams[0])
     choices, breath = list[dict[str, Any]](), Breath()
     for i, one in enumerate(gathered):
         choices.append(one.choice(plan, streams[i], i, owner.detokenizer))
@@ -75,6 +77,7 @@ async def collect(owner: Owner, plan: RequestPlan, held: Part, *, on_delta: OnDe
         "object": "chat.completion" if plan.chat else "text_completion",
         "created": plan.created_s,
         "model": plan.model,
+        "system_fingerprint": made_by.fingerprint,
         "choices": choices,
         "usage": usage(plan, streams),
     }
@@ -82,7 +85,7 @@ async def collect(owner: Owner, plan: RequestPlan, held: Part, *, on_delta: OnDe
         add_token_ids(plan, body, streams)
     if plan.request.prompt_logprobs is not None:
         add_prompt_logprobs(plan, body, streams, owner.detokenizer)
-    return body
+    return Answer(body, made_by)
 
 
 class _Gathered:

@@ -38,6 +38,8 @@ from motet.services.gateway.guard import Guard
 from motet.services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
 from motet.services.gateway.lanes import INLINE_BYTES, Lane, Lanes
 from motet.services.gateway.limits import Limits, Turn, UntilSent
+from motet.services.gateway.made_by import HEADERS as MADE_BY_HEADERS
+from motet.services.gateway.made_by import MadeBy
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlan, RequestPlanner
 from motet.services.gateway.prompt import Prompts
@@ -124,17 +126,18 @@ def build_app(gateway: Gateway) -> ASGIApp:
                     forget()
                 raise
         if not keyed:
-            parts, held = await while_connected(request, whole(request, parsed, size, slo, turn))
-            return UntilSent(PartsResponse(parts, turn.headers()), held.release)
+            parts, made_by, held = await while_connected(request, whole(request, parsed, size, slo, turn))
+            return UntilSent(PartsResponse(parts, turn.headers() | made_by.headers), held.release)
 
-        async def once() -> bytes:
-            parts, held = await whole(request, parsed, size, slo, turn.hand_over())
+        async def once() -> idempotency.Answered:
+            parts, made_by, held = await whole(request, parsed, size, slo, turn.hand_over())
             held.release()
-            return b"".join(parts)
+            return idempotency.Answered(b"".join(parts), made_by.headers)
 
-        body, again = await while_connected(request, gateway.once.whole(request, digest, once))
+        answered, again = await while_connected(request, gateway.once.whole(request, digest, once))
         turn.end()
-        return PartsResponse([body], turn.headers() | ({"idempotent-replayed": "true"} if again else {}))
+        replayed = {"idempotent-replayed": "true"} if again else {}
+        return PartsResponse([answered.body], turn.headers() | answered.headers | replayed)
 
     async def planned(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Any:
         state, planner = request.state, gateway.planner
@@ -146,24 +149,24 @@ def build_app(gateway: Gateway) -> ASGIApp:
         turn.spend(plan.prompt_tokens)
         return plan
 
-    async def whole(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> tuple[list[bytes], Part]:
-        """The answer in parts, and its share of what all answers may have, to be released when it is sent."""
+    async def whole(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> tuple[list[bytes], MadeBy, Part]:
+        """The answer in parts, what made it, and its share of what all answers may have, to be released when it is sent."""
         held = Part(owner.answers, request.state.tenant)
         try:
             collect: Any = embeddings.collect if isinstance(parsed, embeddings.EmbeddingRequest) else answers.collect
-            body = await collect(owner, await planned(request, parsed, size, slo, turn), held)
+            body, made_by = await collect(owner, await planned(request, parsed, size, slo, turn), held)
             parts = await encoded(body, held)
         except BaseException:
             turn.fail()
             held.release()
             raise
         turn.end(body["usage"].get("completion_tokens", 0))
-        return parts, held
+        return parts, made_by, held
 
     async def stream(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Response:
         plan: RequestPlan = await planned(request, parsed, size, slo, turn)
         streams, signal = await while_connected(request, answers.open_all(owner, plan))
-        events = SseResponse(plan, streams, signal, owner.detokenizer)
+        events = SseResponse(plan, streams, signal, owner.detokenizer, owner.made_by(streams[0]))
         events.headers.update(turn.headers())
         return UntilSent(events, lambda: turn.end(sum(len(stream.answered) for stream in streams)))
 
@@ -260,7 +263,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     keyless = not gateway.keys.required
     guard = Guard(keyless=keyless, bound_host=config.http.host, hosts=_words(config.http.allowed_hosts), origins=origins)
     if origins:
-        shown = ["x-request-id", "retry-after"]
+        shown = ["x-request-id", "retry-after", *MADE_BY_HEADERS]
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
         )

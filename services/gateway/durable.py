@@ -15,6 +15,7 @@ import orjson
 from motet.policies.tenant_shares import Part
 from motet.services.gateway import body_shape, protocol
 from motet.services.gateway.encoding import LESS, encoded
+from motet.services.gateway.made_by import MadeBy
 from motet.services.gateway.planner import SLO_FIELDS, RequestPlan
 from motet.shared import subjects
 from motet.shared.clock import now_s, unix_ms
@@ -113,9 +114,13 @@ class DurableRequest:
             raise BadRequest("stream: true or false is expected", param="stream")
         return protocol.parse(msgspec.json.encode(fields)), {"class": "batch"} | slo, live
 
-    async def ok(self, answer: dict[str, Any], held: Part, bytes_max: int) -> bytes:
-        """The result that holds `answer`, the OpenAI response body. Raises AnswerTooLarge, or Overloaded (`encoding.hold`)."""
-        result = {"request_id": self.request_id, "status": "ok", "response": answer}
+    async def ok(self, answer: dict[str, Any], made_by: MadeBy, held: Part, bytes_max: int) -> bytes:
+        """The result that holds `answer`, the OpenAI response body, and what made it.
+
+        Raises AnswerTooLarge, or Overloaded (`encoding.hold`).
+        """
+        made = {"adapter": made_by.adapter or None, "base": made_by.base, "engine": made_by.engine}
+        result = {"request_id": self.request_id, "status": "ok", "made_by": made, "response": answer}
         return b"".join(await encoded(result, held, bytes_max))
 
     def failed(self, error: MotetError) -> bytes:

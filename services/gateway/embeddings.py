@@ -19,6 +19,7 @@ from msgspec import Meta
 from motet.policies.tenant_shares import Part
 from motet.services.gateway import fields, protocol
 from motet.services.gateway.encoding import Rows, hold
+from motet.services.gateway.made_by import Answer
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.stream import Job, Stream
 from motet.shared.clock import now_s
@@ -114,8 +115,8 @@ def parse(body: bytes) -> EmbeddingRequest:
     return request
 
 
-async def collect(owner: Owner, plan: EmbeddingPlan, held: Part) -> dict[str, Any]:
-    """Run a plan to its end and return OpenAI's body for `encoding.encoded`.
+async def collect(owner: Owner, plan: EmbeddingPlan, held: Part) -> Answer:
+    """Run a plan to its end and return OpenAI's answer, the body for `encoding.encoded`.
 
     Raises the MotetError of the first input that fails; the others are cancelled then.
     """
@@ -150,7 +151,7 @@ async def collect(owner: Owner, plan: EmbeddingPlan, held: Part) -> dict[str, An
     }
     if cached := sum(stream.cached_tokens for stream in streams):
         body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
-    return body
+    return Answer(body, owner.made_by(streams[0]))
 
 
 async def _open(owner: Owner, job: Job, deadline_s: float) -> Stream:

@@ -19,6 +19,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from starlette.requests import Request
 
@@ -36,6 +37,13 @@ TOLD = "was streamed and cannot be repeated"
 UNKEPT = f"has more than {ANSWER_BYTES_MAX >> 20} MiB and was not kept"
 
 
+class Answered(NamedTuple):
+    """A whole answer: its body, and the headers that say what made it."""
+
+    body: bytes
+    headers: dict[str, str]
+
+
 class KeyReused(Conflict):
     """The key was used with another body."""
 
@@ -46,9 +54,14 @@ class KeyReused(Conflict):
 class _Kept:
     digest: bytes
     since_s: float
-    running: asyncio.Task[bytes] | None = None  # None once there is an answer, and for a stream
-    answer: bytes | None = None
+    running: asyncio.Task[Answered] | None = None  # None once there is an answer, and for a stream
+    answer: Answered | None = None
     why_none: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """The size of the stored answer."""
+        return len(self.answer.body) if self.answer is not None else 0
 
 
 class _Tenant:
@@ -68,8 +81,8 @@ class Once:
         self._entries = self._bytes = 0  # of those that ended
 
     async def whole(
-        self, request: Request, digest: bytes, work: Callable[[], Coroutine[None, None, bytes]]
-    ) -> tuple[bytes, bool]:
+        self, request: Request, digest: bytes, work: Callable[[], Coroutine[None, None, Answered]]
+    ) -> tuple[Answered, bool]:
         """Returns (the answer, whether it is a repetition). Raises what `work` raises, BadRequest, Conflict or KeyReused.
 
         `digest`: of the request's body.
@@ -112,20 +125,20 @@ class Once:
             raise KeyReused("this Idempotency-Key was used with another request", param=HEADER)
         return kept
 
-    def _done(self, name: _Name, kept: _Kept, task: asyncio.Task[bytes]) -> None:
+    def _done(self, name: _Name, kept: _Kept, task: asyncio.Task[Answered]) -> None:
         kept.running = None
         tenant = self._of(name)
         del tenant.running[name]
         if not task.cancelled() and task.exception() is None:
             answer = task.result()
             kept.since_s = now_s()
-            kept.answer, kept.why_none = (None, UNKEPT) if len(answer) > ANSWER_BYTES_MAX else (answer, "")
+            kept.answer, kept.why_none = (None, UNKEPT) if len(answer.body) > ANSWER_BYTES_MAX else (answer, "")
             self._keep(name, kept)
         elif not tenant.running and not tenant.ended:
             del self._tenants[name[0]]
 
     def _keep(self, name: _Name, kept: _Kept) -> None:
-        tenant, size = self._of(name), len(kept.answer or b"")
+        tenant, size = self._of(name), kept.bytes
         tenant.ended[name] = kept
         tenant.bytes += size
         self._entries, self._bytes = self._entries + 1, self._bytes + size
@@ -141,7 +154,7 @@ class Once:
         tenant = self._tenants.get(name[0])
         if tenant is None or tenant.ended.get(name) is not kept:
             return
-        size = len(kept.answer or b"")
+        size = kept.bytes
         del tenant.ended[name]
         tenant.bytes -= size
         self._entries, self._bytes = self._entries - 1, self._bytes - size

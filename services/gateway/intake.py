@@ -31,7 +31,7 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
 from prometheus_client import Counter, Gauge
@@ -320,16 +320,16 @@ class Intake:
         turn, held = self._limits.begin(request.tenant), Part(self._owner.answers, request.tenant)
         try:
             answer = await self._run_in(turn, request, held)
-            result = await request.ok(answer, held, self._result_bytes_max)
+            result = await request.ok(*answer, held, self._result_bytes_max)
         except BaseException:
             turn.fail()
             raise
         finally:
             held.release()
-        turn.end(answer["usage"]["completion_tokens"])
+        turn.end(answer.body["usage"]["completion_tokens"])
         return result
 
-    async def _run_in(self, turn: Turn, request: DurableRequest, held: Part) -> dict[str, Any]:
+    async def _run_in(self, turn: Turn, request: DurableRequest, held: Part) -> answers.Answer:
         parsed, slo, live = await self._in_lane(request.delivery, request.parse)
         left_s = request.left_s()
         most_s = self._config.requests.request_timeout_s

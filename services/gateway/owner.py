@@ -35,6 +35,7 @@ from motet.services.gateway import metrics
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.encoding import ANSWERS_BYTES_MAX
 from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.made_by import MadeBy, made_by
 from motet.services.gateway.pulse import Pulse
 from motet.services.gateway.stream import Job, Signal, SlowReader, Stream
 from motet.shared import subjects
@@ -125,6 +126,11 @@ class Owner:
         await self._holder.start()
         self._watch = self._bus.spawn(self._keep_watch())
         self._pulse.start()
+
+    def made_by(self, stream: Stream) -> MadeBy:
+        """What makes a stream's answer, by the worker that has or had it last."""
+        known = self._fleet.workers().get(stream.worker_id or "")
+        return made_by(self._fleet.base_model, stream.job.adapter, known.limits if known is not None else None)
 
     async def drain(self) -> None:
         """Accept no new request and return when none runs."""

@@ -27,7 +27,7 @@ from motet.services.gateway.prompt import ForeignTemplate, Prompts
 from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest, NamedTool
 from motet.services.gateway.stream import Job
 from motet.services.gateway.unknown_model import unknown_model
-from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import BadRequest, PromptTooLong, TooLarge
@@ -140,8 +140,7 @@ class RequestPlanner:
             info = self._adapters.resolve(model.removeprefix(self.base_model + ":"), tenant)
         if info is None or info.version.base_model != self.base_model:
             raise unknown_model(model, self._adapters, tenant, self.base_model, param=param)
-        version, name = info.version, qualified(info.entry.name, info.entry.tenant)
-        return AdapterRef(name=name, digest=version.digest, rank=version.rank, size_bytes=version.size_bytes)
+        return msgspec.structs.replace(ref_of(info), name=qualified(info.entry.name, info.entry.tenant))
 
     def profile(self, adapter: AdapterRef | None) -> Profile:
         """What requests on an adapter, or on the base model, use: templates, defaults, tokens that end an answer."""

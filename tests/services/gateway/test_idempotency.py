@@ -98,8 +98,8 @@ async def fill(once: idempotency.Once, tenant: str, keys: int, size: int = 1, be
         await asyncio.sleep(0)
 
 
-async def answer(size: int) -> bytes:
-    return b"x" * size
+async def answer(size: int) -> idempotency.Answered:
+    return idempotency.Answered(b"x" * size, {})
 
 
 def asked(tenant: str, key: int) -> Any:
@@ -112,7 +112,7 @@ async def stored(once: idempotency.Once, tenant: str, keys: int) -> int:
     """How many of the tenant's first keys are still answered without running again."""
     runs = 0
 
-    async def again() -> bytes:
+    async def again() -> idempotency.Answered:
         nonlocal runs
         runs += 1
         raise Overloaded("not stored")
@@ -140,7 +140,7 @@ async def test_one_large_answer_costs_its_tenant_no_other_and_does_not_run_again
     monkeypatch.setattr(idempotency, "BYTES_MAX", 4000)
     once = idempotency.Once()
     await fill(once, "acme", 5, size=700)
-    assert (await once.whole(asked("acme", 9), b"digest", lambda: answer(3000)))[0] == b"x" * 3000
+    assert (await once.whole(asked("acme", 9), b"digest", lambda: answer(3000)))[0].body == b"x" * 3000
     await asyncio.sleep(0)
     with pytest.raises(Conflict, match="not kept"):
         await once.whole(asked("acme", 9), b"digest", lambda: answer(3000))
