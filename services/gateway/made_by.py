@@ -5,7 +5,7 @@
     x-motet-engine:  native 0.1.0              engine of the worker and version of Motet
 
 `system_fingerprint` is a hash of these and of the number formats that the worker computes with, as OpenAI's clients expect it:
-equal requests with equal seeds give equal answers while it stays the same.
+when it has changed, an equal request with an equal seed may get another answer.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class ErrorAnswer(_Answer):
 
 Fingerprint = Annotated[
     str,
-    Meta(description="Hash of base model, adapter, engine and its settings: the same where equal seeds give equal answers."),
+    Meta(description="Hash of base model, adapter, engine and its settings; changes where equal seeds may give other answers."),
 ]
 
 
