@@ -10,37 +10,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import aiohttp
+import msgspec
 
 from motet.shared import subjects
 from motet.shared.clock import now_s
 from tests.fuzz import bodies
 from tests.fuzz.mesh import FuzzMesh
+from tests.fuzz.watcher import Watched
 
 STALL_MS, GAP_MS = 250.0, 500.0
 QUIET_S = 5.0
 AT_ONCE = 12
-STREAMS = 8
 DURABLE_EVERY = 8  # shapes
 SLOW_BODIES, GROWN_BYTES_MAX = 300, 400 << 20
 RESULT_S = 60.0
 ASK_S = 120.0
-
-
-@dataclass
-class Watched:
-    """What other clients saw. Times in ms."""
-
-    stall_ms: float = 0.0
-    gap_ms: float = 0.0
-    broken: list[str] = field(default_factory=list)
-
-    def clear(self) -> None:
-        self.stall_ms = self.gap_ms = 0.0
 
 
 @dataclass
@@ -60,37 +51,37 @@ async def fuzz(mesh: FuzzMesh, every: int, seed: int) -> Seen:
     chosen = list(itertools.islice(bodies.shapes(), seed % every, None, every))
     wrong: list[str] = []
     timeout = aiohttp.ClientTimeout(total=ASK_S)
-    async with aiohttp.ClientSession(mesh.url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        async with _watching(session) as watched:
-            await asyncio.sleep(QUIET_S)
-            quiet_ms, before = max(watched.stall_ms, watched.gap_ms), mesh.resident_bytes("gateway-1")
-            worst = Watched()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(mesh.url, timeout=timeout, connector=connector) as session, _watching(mesh.url) as watcher:
+        await asyncio.sleep(QUIET_S)
+        before, quiet, worst = mesh.resident_bytes("gateway-1"), await _seen_by(watcher), Watched()
+        quiet_ms = max(quiet.stall_ms, quiet.gap_ms)
 
-            def note(name: str) -> None:
-                if watched.stall_ms > STALL_MS + quiet_ms:
-                    wrong.append(f"{name}: nobody was answered for {watched.stall_ms:.0f} ms")
-                if watched.gap_ms > GAP_MS + quiet_ms:
-                    wrong.append(f"{name}: another client's tokens came {watched.gap_ms:.0f} ms apart")
-                worst.stall_ms, worst.gap_ms = max(worst.stall_ms, watched.stall_ms), max(worst.gap_ms, watched.gap_ms)
-                watched.clear()
+        async def note(name: str) -> None:
+            seen = await _seen_by(watcher)
+            if seen.stall_ms > STALL_MS + quiet_ms:
+                wrong.append(f"{name}: nobody was answered for {seen.stall_ms:.0f} ms")
+            if seen.gap_ms > GAP_MS + quiet_ms:
+                wrong.append(f"{name}: another client's tokens came {seen.gap_ms:.0f} ms apart")
+            wrong.extend(seen.broken)
+            worst.stall_ms, worst.gap_ms = max(worst.stall_ms, seen.stall_ms), max(worst.gap_ms, seen.gap_ms)
 
-            for number, (name, path, body) in enumerate(chosen):
-                wrong += await _attack(session, name, path, body)
-                note(name)
-                if number % DURABLE_EVERY == 0 and path in (bodies.CHAT, bodies.TEXT):
-                    wrong += await _durable(mesh, name, body)
-                    note(f"{name}, durable")
-            for at in range(0, len(chosen), max(1, len(chosen) // 20)):
-                together = [chosen[(at + i) % len(chosen)] for i in range(AT_ONCE)]
-                found = await asyncio.gather(*(_attack(session, *one) for one in together))
-                wrong += [one for each in found for one in each]
-                note(f"{AT_ONCE} at once from {together[0][0]!r}")
-            answer = {"prompt": "x", "n": 64, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}
-            wrong += await _attack(session, "a large answer", bodies.TEXT, json.dumps(answer).encode())
-            note("a large answer")
-            grown = await _slow_bodies(mesh, before)
-            note("slow bodies")
-        wrong += watched.broken
+        for number, (name, path, body) in enumerate(chosen):
+            wrong += await _attack(session, name, path, body)
+            await note(name)
+            if number % DURABLE_EVERY == 0 and path in (bodies.CHAT, bodies.TEXT):
+                wrong += await _durable(mesh, name, body)
+                await note(f"{name}, durable")
+        for at in range(0, len(chosen), max(1, len(chosen) // 20)):
+            together = [chosen[(at + i) % len(chosen)] for i in range(AT_ONCE)]
+            found = await asyncio.gather(*(_attack(session, *one) for one in together))
+            wrong += [one for each in found for one in each]
+            await note(f"{AT_ONCE} at once from {together[0][0]!r}")
+        answer = {"prompt": "x", "n": 64, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}
+        wrong += await _attack(session, "a large answer", bodies.TEXT, json.dumps(answer).encode())
+        await note("a large answer")
+        grown = await _slow_bodies(mesh, before)
+        await note("slow bodies")
     if grown > GROWN_BYTES_MAX:
         wrong.append(f"{SLOW_BODIES} slow bodies cost {grown >> 20} MiB")
     if trouble := await mesh.trouble():
@@ -154,39 +145,19 @@ async def _slow_bodies(mesh: FuzzMesh, before: int) -> int:
 
 
 @asynccontextmanager
-async def _watching(session: aiohttp.ClientSession) -> AsyncIterator[Watched]:
-    watched = Watched()
-    tasks = [asyncio.create_task(_ask_for_health(session, watched))]
-    tasks += [asyncio.create_task(_stream(session, watched, i)) for i in range(STREAMS)]
+async def _watching(url: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that watches: the one that attacks is busy with its own bodies."""
+    words = (sys.executable, "-m", "tests.fuzz.watcher", url)
+    process = await asyncio.create_subprocess_exec(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        yield watched
+        yield process
     finally:
-        for task in tasks:
-            task.cancel()
-        for error in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(error, Exception):
-                watched.broken.append(f"a client that only watched: {type(error).__name__} {error}")
+        process.kill()
+        await process.wait()
 
 
-async def _ask_for_health(session: aiohttp.ClientSession, watched: Watched) -> None:
-    while True:
-        began_s = now_s()
-        async with session.get("/health") as answer:
-            await answer.read()
-        watched.stall_ms = max(watched.stall_ms, 1000 * (now_s() - began_s))
-        await asyncio.sleep(0.01)
-
-
-async def _stream(session: aiohttp.ClientSession, watched: Watched, number: int) -> None:
-    body = {"model": "reverse", "prompt": f"abc {number}\n", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    while True:
-        last_s = 0.0
-        async with session.post(bodies.TEXT, json=body) as answer:
-            async for line in answer.content:
-                if line.startswith(b"data: "):
-                    now = now_s()
-                    watched.gap_ms = max(watched.gap_ms, 1000 * (now - last_s)) if last_s else watched.gap_ms
-                    last_s = now
-                    if b'"error"' in line:
-                        watched.broken.append(f"a stream of another client ended: {line[:200].decode()}")
-        await asyncio.sleep(0.05)
+async def _seen_by(process: asyncio.subprocess.Process) -> Watched:
+    """What the watcher saw since the last time."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"\n")
+    return msgspec.json.decode(await process.stdout.readline(), type=Watched)
