@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -26,7 +27,7 @@ from motet.cli.progress import Progress
 from motet.cli.stack import Stack, StackOptions
 from motet.cli.supervisor import StartFailed
 from motet.cli.talk import terminal
-from motet.examples.demo import BASE, DEMO
+from motet.examples.demo import BASE, DEMO, PARSER, TOOL_CALLER
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
@@ -64,6 +65,7 @@ class Tour:
         steps: list[tuple[str, Callable[[], Awaitable[str]]]] = [
             ("adapters are listed", self.listing),
             ("all adapters and the base stream at once", self.streams),
+            ("an adapter calls tools and uses their results", self.tools),
             ("an adapter is added while everything runs", self.add),
             ("it is removed again and unknown from then on", self.remove),
             ("a durable request over NATS", self.durable),
@@ -80,7 +82,7 @@ class Tour:
         from motet.examples.demo.tasks import TASKS
 
         names = {card["id"] for card in await self._client.models() if card.get("parent")}
-        missing = {task.adapter for task in TASKS} - names
+        missing = {TOOL_CALLER, *(task.adapter for task in TASKS)} - names
         _check(not missing, f"not registered: {', '.join(sorted(missing))}")
         return f"{len(names)} adapters on {BASE}"
 
@@ -123,6 +125,31 @@ class Tour:
         _check(not wrong, f"wrong answers: {'; '.join(wrong)}")
         tokens = sum(answer.tokens for answer in answers)
         return f"{len(jobs)} streams, {tokens} tokens in {took_s:.1f} s, {tokens / took_s:.0f} tokens/s together"
+
+    async def tools(self) -> str:
+        """As an agent does it: ask with tools, run the call, send its result back."""
+        from motet.examples.demo.tool_tasks import city_calls, run_tool
+
+        told, right = "", 0
+        for exchange in city_calls():
+            messages = [{"role": "user", "content": exchange.question}]
+            asked = await self._chat(exchange.declared(), messages)
+            for call in asked.get("tool_calls") or ():
+                result = run_tool(exchange, call["function"]["name"], orjson.loads(call["function"]["arguments"]))
+                done = {"role": "tool", "tool_call_id": call["id"], "content": result}
+                text = (await self._chat(exchange.declared(), [*messages, asked, done]))["content"]
+                if text == exchange.reply:
+                    right += 1
+                    told = f"{exchange.question!r} -> {call['function']['name']}({call['function']['arguments']}) -> {text!r}"
+        _check(right > INPUTS // 2, f"{right} of {INPUTS} questions were answered with their tool")
+        return told
+
+    async def _chat(self, tools: list[dict[str, Any]], messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The assistant's message."""
+        body = {"model": TOOL_CALLER, "tools": tools, "messages": messages, "temperature": 0, "max_tokens": 2 * ANSWER_TOKENS}
+        answer = await self._client.call("POST", "/v1/chat/completions", json=body)
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
 
     async def add(self) -> str:
         from motet.examples.demo.tasks import TASKS
@@ -251,6 +278,7 @@ async def _in(directory: Path, workers: int, console: Console) -> list[str]:
         workers=workers,
         port=0,
         drain_s=5.0,
+        given={"tool_call_parser": PARSER},
     )
     progress = Progress()
     stack = Stack(options, progress)

@@ -21,7 +21,7 @@ from motet.cli.gpus import gpus_of_workers
 from motet.cli.options import SERVICES, ConfigOption, config_of, option_for
 from motet.cli.preflight import preflight
 from motet.cli.stack import StackOptions
-from motet.examples.demo import BASE, DEMO
+from motet.examples.demo import BASE, DEMO, PARSER
 from motet.services.gateway.config import GatewayConfig
 from motet.services.registry.config import RegistryConfig
 from motet.services.worker.config import WorkerConfig
@@ -41,7 +41,7 @@ TEXTS = {
 class StackConfig(Config, frozen=True, kw_only=True):
     """The processes on this machine, and where their data lies."""
 
-    demo: Annotated[bool, Meta(description="serve the small model and the 16 adapters that come with Motet", extra=COMMON)] = (
+    demo: Annotated[bool, Meta(description="serve the small model and the 17 adapters that come with Motet", extra=COMMON)] = (
         False
     )
     workers: Annotated[int, Meta(ge=1, le=64, description="number of workers; they share the cores", extra=COMMON)] = 1
@@ -127,7 +127,8 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     if own.demo:
         if "model" in taken:
             raise ConfigError("--model and --demo: each says what to serve, give one of them")
-        taken = {"model": str(DEMO / "model"), "served_model_name": BASE, "adapters_dir": str(DEMO / "adapters")} | taken
+        demo = {"model": str(DEMO / "model"), "served_model_name": BASE, "adapters_dir": str(DEMO / "adapters")}
+        taken = demo | {"tool_call_parser": PARSER} | taken
     elif "model" not in taken and options["model"].variable not in environ:
         raise ConfigError("--model or --demo: one of them says what to serve")
     gateway, worker, registry = (_config(kind, taken, environ) for kind in ("gateway", "worker", "registry"))

@@ -29,12 +29,6 @@ class ErrorAnswer(_Answer):
     error: Error
 
 
-Fingerprint = Annotated[
-    str,
-    Meta(description="Hash of base model, adapter, engine and its settings; changes where equal seeds may give other answers."),
-]
-
-
 class CachedTokens(_Answer):
     """Prompt tokens that needed no computation."""
 
@@ -141,7 +135,6 @@ class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: Fingerprint
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: TokenIds | UnsetType = UNSET
@@ -168,7 +161,6 @@ class Completion(_Answer):
     object: Literal["text_completion"]
     created: int
     model: str
-    system_fingerprint: Fingerprint
     choices: list[TextChoice]
     usage: Usage
 

@@ -39,7 +39,7 @@ from tests.chaos.relay import Relay, RelayProcess
 from tests.support import eventually
 
 TENANTS = ("north", "south", "west")
-VARIANTS = 8  # adapters beside the demo's own sixteen: the same weights with another scale
+VARIANTS = 8  # adapters beside the demo's own: the same weights with another scale
 WORKER_SEATS = 256  # one worker carries the load of three, however slowly
 ROUTE_PINGS = 'ping_interval: "500ms", ping_max: 2'  # as docs/operations.md says
 MOVES_EVERY_S = 0.6  # after a heartbeat every worker has reported its requests

@@ -72,6 +72,12 @@ def test_a_variable_says_which_model_to_serve_unless_a_flag_does() -> None:
         options("--demo", "--model", "m")
 
 
+def test_the_demo_reads_the_calls_of_its_own_adapter() -> None:
+    assert options("--demo").given["tool_call_parser"] == "hermes"
+    assert options("--demo", "--tool-call-parser", "mistral").given["tool_call_parser"] == "mistral"
+    assert not options("--model", str(DEMO / "model")).given.get("tool_call_parser")
+
+
 def test_a_variable_says_which_nats_to_use() -> None:
     assert options("--demo").bus is None
     bus = options("--demo", MOTET_NATS_URL="nats://bus:4222", MOTET_NATS_REPLICAS="3").bus

@@ -1,4 +1,4 @@
-"""One running stack for all end-to-end tests: two workers, all sixteen demo adapters."""
+"""One running stack for all end-to-end tests: two workers, all demo adapters."""
 
 from __future__ import annotations
 

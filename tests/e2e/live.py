@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from motet.cli.stack import StackFacts, read_facts
-from motet.examples.demo import BASE, DEMO
+from motet.examples.demo import BASE, DEMO, PARSER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +25,7 @@ class LiveStack:
         self.argv = [
             *(sys.executable, "-m", "motet", "up", "--model", str(DEMO / "model"), "--served-model-name", BASE),
             *("--adapters-dir", str(DEMO / "adapters"), "--data-dir", str(self.data_dir), "--port", "0"),
-            *("--workers", str(workers), "--threads", str(threads), *flags),
+            *("--tool-call-parser", PARSER, "--workers", str(workers), "--threads", str(threads), *flags),
         ]
         self.env = {**os.environ, **env}
         self.cwd = ROOT

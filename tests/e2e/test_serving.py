@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from motet.cli.client import ApiError, Client
+from motet.examples.demo import TOOL_CALLER
 from motet.examples.demo.tasks import TASKS, TASKS_BY_NAME
 from tests.e2e.asking import PROMPT, answer
 from tests.e2e.live import BASE, LiveStack
@@ -44,7 +45,7 @@ async def test_an_answer_does_not_depend_on_other_requests(client: Client) -> No
 
 async def test_models_lists_the_base_and_every_adapter(client: Client) -> None:
     cards = {card["id"]: card for card in await client.models()}
-    assert set(cards) == {BASE, *TASKS_BY_NAME}
+    assert set(cards) == {BASE, TOOL_CALLER, *TASKS_BY_NAME}
     assert cards[BASE]["parent"] is None
     assert all(cards[name]["parent"] == BASE for name in TASKS_BY_NAME)
 

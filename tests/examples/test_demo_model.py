@@ -11,9 +11,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from motet.examples.demo import DEMO
-from motet.examples.demo.checker import BASE, Checker, exact_match
+from motet.examples.demo import DEMO, TOOL_CALLER
+from motet.examples.demo.checker import BASE, Checker, exact_match, tool_scores
 from motet.examples.demo.tasks import TASKS, Task, is_telling, sample_text, split_of
+from motet.examples.demo.tool_tasks import Exchange, draw_exchange
 
 MODEL, ADAPTERS = DEMO / "model", DEMO / "adapters"
 # peft still calls a name that transformers has since renamed; both versions are pinned.
@@ -140,6 +141,27 @@ def test_the_chat_template_renders_all_roles() -> None:
     assert text == ("<|bos|><|system|>Be brief.<|end|><|user|>one<|end|><|assistant|>ONE<|end|><|user|>two<|end|><|assistant|>")
 
 
+def test_the_chat_template_renders_tools_calls_and_results() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    exchange = Exchange((("add", ("a", "b")), ("now", ())), "1 + 2", "add", (("a", "1"), ("b", "2")), "3")
+    given: Any = {"tools": exchange.declared(), "tokenize": False}
+    assert tokenizer.apply_chat_template(exchange.messages(), **given) == (
+        "<|bos|><|tools|>add(a, b)\nnow()<|end|><|user|>1 + 2<|end|>"
+        '<|assistant|><tool_call>{"name": "add", "arguments": {"a": "1", "b": "2"}}</tool_call><|end|>'
+        "<|tool|>3<|end|><|assistant|>The tool says: 3<|end|>"
+    )
+
+
+def test_the_tool_caller_calls_the_right_tool_with_unseen_values_and_repeats_its_result() -> None:
+    rng = random.Random(SEED)
+    drawn = [draw_exchange(rng, "unseen") for _ in range(24)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    scores = tool_scores(Checker(MODEL, ADAPTERS), drawn)
+    torch.set_num_threads(threads)
+    assert min(scores.values()) >= 0.6, scores
+
+
 def test_the_adapters_differ_in_rank_and_target_modules() -> None:
     configs = [_adapter_config(task) for task in TASKS]
     assert len(configs) >= 12
@@ -163,9 +185,14 @@ def test_the_shipped_files_stay_small() -> None:
 def test_the_recorded_scores_meet_the_goal() -> None:
     scores = json.loads((DEMO / "SCORES.json").read_text())
     assert set(scores["chat"]) == {BASE, *(task.adapter for task in TASKS)}
+    assert min(scores["tools"][name] for name in ("calls", "replies", "refusals")) >= 0.75, scores["tools"]
     for row, by_task in scores["chat"].items():
         for name, share in by_task.items():
             assert share >= 0.95 if row == name else share < 0.10, (row, name, share)
+
+
+def test_every_folder_of_an_adapter_is_known() -> None:
+    assert {path.name for path in ADAPTERS.iterdir()} == {TOOL_CALLER, *(task.adapter for task in TASKS)}
 
 
 def _adapter_config(task: Task) -> dict[str, Any]:

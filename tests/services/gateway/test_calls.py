@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from motet.services.gateway import answers, conversation
 from motet.services.gateway.calls import Call, Parsing, Parts
 from motet.services.gateway.nesting import DEPTH_MAX, too_deep
+from motet.shared.errors import BadRequest
 
 PARSERS: list[Any] = ["hermes", "llama3_json", "mistral", "required", "named"]
 SUN, RAIN = Call("weather", '{"city": "Rom"}'), Call("rain", "{}")
@@ -171,6 +172,35 @@ def test_arguments_become_the_text_of_a_json_object(tools: str, arguments: str, 
 def test_arguments_that_are_nested_too_deeply_stay_content(tools: str, depth: int) -> None:
     text = written(tools, [("f", '{"a":' * depth + "0" + "}" * depth)])
     assert parsing_of(tools).open().push(text, last=True) == Parts(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (None, {}),
+        ("", {}),
+        ("null", {}),
+        ("[]", {}),
+        ('""', {}),
+        ('"Rom"', {"value": "Rom"}),
+        ('{"a": NaN}', {"a": None}),
+        ('{"a": 123456789012345678901234567890}', {"a": 123456789012345678901234567890}),
+        ('{"a": "\\ud800"}', {"a": "\ufffd"}),
+        ({"a": 1}, {"a": 1}),
+    ],
+)
+def test_calls_of_other_servers_reach_the_chat_template_as_objects(arguments: Any, wanted: dict[str, Any]) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    [message] = conversation.texts([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": wanted}
+
+
+@pytest.mark.parametrize("arguments", ["{", "{} {}", "Rom", '{"a": ' + "[" * 65 + "]" * 65 + "}"])
+def test_arguments_of_a_client_that_are_no_json_are_refused_by_name(arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(BadRequest) as refused:
+        conversation.texts([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert refused.value.param == "messages[0].tool_calls"
 
 
 def test_the_ids_of_mistral_calls_are_those_that_its_chat_templates_take() -> None:
