@@ -55,6 +55,11 @@ async def silent(gateway: GatewayService, first: bytes = b"") -> Streams:
     return reader, writer
 
 
+def leave(clients: list[Streams]) -> None:
+    for _, writer in clients:
+        writer.close()
+
+
 async def ask(gateway: GatewayService, made: Path, **body: Any) -> int:
     """The status of a request on a connection of its own."""
     trust = ssl.create_default_context(cafile=str(made / "ca.crt"))
@@ -110,12 +115,14 @@ async def test_at_the_limit_of_connections_the_oldest_handshakes_make_room_for_c
     await eventually(lambda: now_s() - began_s > 0.1)
     assert await ask(gateway, made) == 200
     assert await ended(clients[0]) and shaking() == LIMIT - 1
+    leave(clients)
 
 
 async def test_while_all_handshakes_are_young_no_more_are_taken(gateway: GatewayService) -> None:
     clients = [await silent(gateway) for _ in range(LIMIT + 1)]
     assert await ended(clients[-1])
     assert shaking() == LIMIT
+    leave(clients)
 
 
 async def test_without_a_file_descriptor_the_listener_waits_and_goes_on(
