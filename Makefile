@@ -59,7 +59,7 @@ fuzz: $(DEV_STAMP) ## send malformed input to every interface for ten minutes; i
 soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going; memory and handles may not grow (ARGS="--minutes 5")
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
-mutants: $(DEV_STAMP) ## alter 300 lines of policies/, one at a time, and see that a test fails for each; half an hour (CONTRIBUTING.md)
+mutants: $(DEV_STAMP) ## alter 300 lines of policies/, one at a time, and see that a test fails for each (CONTRIBUTING.md)
 	@$(BIN)/python .ci/mutants.py $(ARGS)
 
 first-hour: $(DEV_STAMP) ## a newcomer: fresh clone, both commands, an own adapter, ten mistakes (ARGS=--reuse: without installing)

@@ -8,7 +8,7 @@ A name refers to the tenant's own adapter of that name, if there is one, else to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -50,7 +50,9 @@ class AdapterWatch:
     the new state with `resolve`, `by_digest` or `all`.
     """
 
-    def __init__(self, bus: Bus, on_change: Callable[[], None] | None = None) -> None:
+    def __init__(self, bus: Bus, on_change: Callable[[], None] | None = None, *, chats: bool = False) -> None:
+        """`chats`: also keep what adapters bring for chats."""
+        self._keeps_chats = chats
         self._on_change = on_change
         self._entries: dict[tuple[str, str], AdapterEntry] = {}  # by (name, tenant)
         self._versions: dict[str, AdapterVersion] = {}
@@ -99,9 +101,14 @@ class AdapterWatch:
         return None if stored is None else _chat.decode(stored)
 
     @property
-    def chats(self) -> Collection[str]:
-        """The digests of everything that adapters bring for chats."""
-        return self._chats.keys()
+    def chats(self) -> Mapping[str, bytes]:
+        """Everything that adapters bring for chats, by digest, as stored."""
+        return self._chats
+
+    def owned_chats(self, tenant: str) -> set[str]:
+        """The digests of what the names of `tenant` bring for chats."""
+        digests = {entry.digest for (_, owner), entry in self._entries.items() if owner == tenant}
+        return {version.chat for digest in digests if (version := self._versions.get(digest)) is not None and version.chat}
 
     @property
     def digests(self) -> Mapping[str, AdapterVersion]:
@@ -162,6 +169,8 @@ class AdapterWatch:
                 changed = self._versions.get(version.digest) != version
                 self._versions[key.removeprefix(VERSION)] = version
             elif key.startswith(CHAT):
+                if not self._keeps_chats:
+                    return
                 _chat.decode(value)
                 changed, self._chats[key.removeprefix(CHAT)] = False, value
             elif key == REFUSED:

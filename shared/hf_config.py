@@ -173,7 +173,7 @@ def size_in(config: Mapping[str, Any], key: str, *, default: int | None = None, 
     if value is None:
         if default is None:
             raise UnsupportedModel(f"config.json: {key} is missing")
-        return default
+        value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise refused(key, value, "a positive whole number is expected")
     if value > most:
@@ -210,7 +210,7 @@ def _text(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = text.get("model_type")
     if kind is None:
         names = text.get("architectures")
-        kind = next((FAMILIES[name] for name in names if name in FAMILIES), None) if isinstance(names, list) else None
+        kind = next((FAMILIES[name] for name in map(str, names) if name in FAMILIES), None) if isinstance(names, list) else None
     outer = {name: config.get(name) for name in ("dtype", "torch_dtype") if text is inner and name in config}
     return outer | DEFAULTS.get(str(kind), {}) | dict(text)
 

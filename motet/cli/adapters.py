@@ -185,7 +185,7 @@ def rm(name: str, force: bool, forget: bool, tenant: str | None, url: str) -> No
     flags = {"force": force, "forget": forget}
     params = {flag: "true" for flag, given in flags.items() if given} | _params(tenant)
     answer = _ask(url, lambda client: client.call("DELETE", _path(name), params=params))
-    click.echo(f"removed {name}")
+    click.echo(f"removed {name}" + ("; it will not return from --adapters-dir" if forget else ""))
     if answer.get("returns_at_start"):
         click.echo(
             f"{name} lies in --adapters-dir and returns at the next start; prevent that: motet adapters rm {name} --forget"

@@ -163,7 +163,7 @@ class Supervisor:
         One that has just crashed is being started already, which is a restart as well.
         """
         child = self._children[name]
-        before = child.pid if child.exit_code() is None else 0
+        before = child.pid
         child.signal(signal.SIGTERM)
         deadline = now_s() + ready_s
         while child.pid == before or child.exit_code() is not None or await child.not_ready():

@@ -9,24 +9,20 @@ at most `SETTLE_S`), so that the client's next request through the same gateway 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
-import secrets
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
 from msgspec import Meta
-from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from motet.services.gateway import protocol
+from motet.policies.tenant_shares import TenantShares
+from motet.services.gateway import protocol, uploads
 from motet.services.gateway.auth import Caller, caller_of
-from motet.services.gateway.config import MAX_BODY_BYTES
-from motet.services.gateway.http import json_answer, one_line, read_body, too_large
+from motet.services.gateway.config import ADMIN_BODY_BYTES
+from motet.services.gateway.http import json_answer, one_line, read_body, unread
 from motet.services.gateway.unknown_model import refusal
 from motet.shared import subjects
 from motet.shared.errors import (
@@ -36,7 +32,6 @@ from motet.shared.errors import (
     MotetError,
     NotFound,
     Overloaded,
-    Unavailable,
     bounded,
     from_info,
 )
@@ -52,7 +47,6 @@ from motet.shared.messages import (
     RollbackAdapter,
 )
 from motet.shared.model import ADAPTER_NAME_CHARS, ADAPTER_NAME_RULE, EVERY_WORKER, is_adapter_name
-from motet.shared.objects import Objects
 from motet.shared.tenancy import SHARED, check_tenant
 
 if TYPE_CHECKING:
@@ -139,8 +133,8 @@ _unload = msgspec.json.Decoder(UnloadRequest)
 def add_routes(api: APIRouter, gateway: Gateway) -> None:
     """All adapter routes, on a router that authenticates."""
     registry = _Registry(gateway)
-    uploads = asyncio.Semaphore(gateway.config.requests.max_uploads)
-    max_body = MAX_BODY_BYTES
+    under_way = TenantShares(gateway.config.requests.max_uploads)
+    max_body = ADMIN_BODY_BYTES
 
     @api.get("/v1/adapters")
     async def adapters(request: Request, tenant: str | None = None) -> Response:
@@ -164,10 +158,13 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         caller = caller_of(request)
         caller.check("adapters", "adding an adapter")
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
-            if uploads.locked():
-                raise Overloaded(f"{gateway.config.requests.max_uploads} uploads are under way already", retry_after_s=5.0)
-            async with uploads:
-                info = await _upload(gateway, registry, request)
+            if not under_way.take(caller.tenant, 1):
+                held = f"{under_way.used} uploads are under way already, {under_way.held(caller.tenant)} of this tenant"
+                raise unread(request, Overloaded(held, retry_after_s=5.0))
+            try:
+                info = await registry.upload(request, caller)
+            finally:
+                under_way.give_back(caller.tenant, 1)
         else:
             asked: AdapterRequest = protocol.decode(await read_body(request, max_body), _adapter)
             info = await registry.add(asked, caller)
@@ -302,6 +299,15 @@ class _Registry:
                 error.param = source.param
             raise
 
+    async def upload(self, request: Request, caller: Caller) -> AdapterInfo:
+        """Register an adapter from a multipart form (`uploads.Form`)."""
+        gateway = self._gateway
+        async with uploads.read(request, gateway.config.requests.max_upload_bytes) as form:
+            self.check_name(form.name, "name")
+            async with uploads.stored(gateway.bus, form.file) as key:
+                source = _Source("upload", key, "file")
+                return await self.register(form.name, source, caller, replace=form.replace, tenant=form.tenant, chat=form.chat)
+
     async def delete(self, name: str, caller: Caller, tenant: str | None, *, force: bool, forget: bool = False) -> bool:
         """Delete the adapter that `name` refers to for `caller`; an administrator may name the tenant.
 
@@ -408,70 +414,6 @@ def _seen_as(caller: Caller, tenant: str | None) -> str:
         return caller.tenant
     caller.check("admin", "looking at the adapters of another tenant")
     return tenant
-
-
-async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> AdapterInfo:
-    """A multipart form with `name`, `file` and optionally `replace`: into the object store, then to the registry."""
-    limit = gateway.config.requests.max_upload_bytes
-    length = request.headers.get("content-length", "")
-    if not length.isdecimal():
-        raise BadRequest("an upload needs a Content-Length", param="file")
-    if int(length) > limit:
-        raise too_large(request, f"the upload has {length} bytes, the limit is {limit} (--max-upload-bytes)", "file")
-    try:
-        form = await request.form(max_files=1, max_fields=8, max_part_size=4096)
-    except MultiPartException as error:
-        raise BadRequest(f"the form cannot be read: {error.message}", param="file") from None
-    try:
-        name, replace = _text(form, "name"), _text(form, "replace", "false")
-        tenant = _text(form, "tenant") if "tenant" in form else None
-        file = form.get("file")
-        if not isinstance(file, UploadFile):
-            raise BadRequest("expected the archive as a file in the form field `file`", param="file")
-        chat = _text(form, "chat", "true")
-        for field, value in (("replace", replace), ("chat", chat)):
-            if value not in ("true", "false"):
-                raise BadRequest(f"{field}: expected true or false, got {value!r}", param=field)
-        registry.check_name(name, "name")
-        store = await Objects.open(gateway.bus, subjects.UPLOADS)
-        key = secrets.token_hex(16)
-        try:
-            await _put(store, key, file)
-            source = _Source("upload", key, "file")
-            return await registry.register(
-                name, source, caller_of(request), replace=replace == "true", tenant=tenant, chat=chat == "true"
-            )
-        finally:
-            with contextlib.suppress(MotetError):  # the store's own expiry removes it then
-                await store.delete(key)
-    finally:
-        await form.close()
-
-
-async def _put(store: Objects, key: str, file: UploadFile) -> None:
-    try:
-        await store.put(key, _Readable(file))
-    except (Overloaded, Unavailable) as error:
-        raise Unavailable(f"the upload cannot be stored: {error.message}") from error
-
-
-class _Readable:
-    """An uploaded file as the object store reads it: in pieces, off the event loop."""
-
-    def __init__(self, file: UploadFile) -> None:
-        self._file = file.file
-
-    def readinto(self, buffer: bytearray) -> int:
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _text(form: FormData, field: str, default: str | None = None) -> str:
-    value = form.get(field, default)
-    if not isinstance(value, str):
-        raise BadRequest(f"expected the form field `{field}`", param=field)
-    return value
 
 
 def refused_list(gateway: Gateway) -> dict[str, Any]:

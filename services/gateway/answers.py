@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
+from motet.policies.tenant_shares import Part
 from motet.services.gateway.calls import AnswerParser
 from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.encoding import Breath, Rows, hold
+from motet.services.gateway.made_by import Answer
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlan
 from motet.services.gateway.stream import Signal, Stream, TextDelta
@@ -15,6 +18,7 @@ from motet.shared.messages import TokenLogprobs
 
 OnDelta = Callable[[int, TextDelta], Awaitable[None]]
 MIN_LOGPROB = -9999.0  # JSON has no infinity
+SCORE_BYTES = 64  # of memory for a log-probability that is kept until its answer is complete
 
 
 async def open_all(owner: Owner, plan: RequestPlan) -> tuple[list[Stream], Signal]:
@@ -35,8 +39,8 @@ async def open_all(owner: Owner, plan: RequestPlan) -> tuple[list[Stream], Signa
         raise
 
 
-async def collect(owner: Owner, plan: RequestPlan, *, on_delta: OnDelta | None = None) -> dict[str, Any]:
-    """Run a plan to its end and return the whole OpenAI body. `on_delta(choice, delta)` is awaited for each delta.
+async def collect(owner: Owner, plan: RequestPlan, held: Part, *, on_delta: OnDelta | None = None) -> Answer:
+    """Run a plan to its end and return the whole OpenAI answer. `on_delta(choice, delta)` is awaited for each delta.
 
     Raises the MotetError of the first choice that fails; the others are cancelled then.
     """
@@ -50,6 +54,8 @@ async def collect(owner: Owner, plan: RequestPlan, *, on_delta: OnDelta | None =
             for i in list(running):
                 for delta in streams[i].take():
                     gathered[i].add(delta)
+                    if delta.logprobs:
+                        hold(held, SCORE_BYTES * sum(1 + len(scores.top_ids) for scores in delta.logprobs))
                     if on_delta is not None:
                         await on_delta(i, delta)
                 if streams[i].ended:
@@ -61,12 +67,17 @@ async def collect(owner: Owner, plan: RequestPlan, *, on_delta: OnDelta | None =
     finally:
         for stream in streams:
             stream.cancel()
-    choices = [g.choice(plan, streams[i], i, owner.detokenizer) for i, g in enumerate(gathered)]
+    made_by = owner.made_by(streams[0])
+    choices, breath = list[dict[str, Any]](), Breath()
+    for i, one in enumerate(gathered):
+        choices.append(one.choice(plan, streams[i], i, owner.detokenizer))
+        await breath.take()
     body = {
         "id": plan.request_id,
         "object": "chat.completion" if plan.chat else "text_completion",
         "created": plan.created_s,
         "model": plan.model,
+        "system_fingerprint": made_by.fingerprint,
         "choices": choices,
         "usage": usage(plan, streams),
     }
@@ -74,7 +85,7 @@ async def collect(owner: Owner, plan: RequestPlan, *, on_delta: OnDelta | None =
         add_token_ids(plan, body, streams)
     if plan.request.prompt_logprobs is not None:
         add_prompt_logprobs(plan, body, streams, owner.detokenizer)
-    return body
+    return Answer(body, made_by)
 
 
 class _Gathered:
@@ -106,7 +117,7 @@ class _Gathered:
         if wanted and not plan.chat and plan.echoes[index]:  # the prompt's come first
             tokens = stream.job.prompt + tokens
             scores = (stream.prompt_logprobs or [None] * len(stream.job.prompt)) + scores
-        logprobs = logprobs_body(plan, detokenizer, tokens, scores, 0) if wanted else None
+        logprobs = logprob_rows(plan, detokenizer, tokens, scores) if wanted else None
         finish: str = self.last.finish or ""
         body: dict[str, Any] = {"index": index}
         if plan.parsing is not None:
@@ -146,11 +157,18 @@ def add_prompt_logprobs(plan: RequestPlan, body: dict[str, Any], streams: list[S
     rivals = plan.request.prompt_logprobs or 0
     for stream, choice in zip(streams, body["choices"], strict=True):
         known = stream.prompt_logprobs or []
-        told = [_scored(detokenizer, t, lp, rivals) for t, lp in zip(stream.job.prompt, known, strict=False)]
+        told = _scored_rows(detokenizer, stream.job.prompt, known, rivals)
         if plan.chat:
             body["prompt_logprobs"] = told
             return
         choice["prompt_logprobs"] = told
+
+
+def _scored_rows(detokenizer: Detokenizer, prompt: list[int], known: list[TokenLogprobs | None], rivals: int) -> Rows:
+    def make(begin: int, end: int) -> list[Any]:
+        return [_scored(detokenizer, t, lp, rivals) for t, lp in zip(prompt[begin:end], known[begin:end], strict=True)]
+
+    return Rows(min(len(prompt), len(known)), make)
 
 
 def _scored(detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs | None, rivals: int) -> dict[str, Any] | None:
@@ -205,28 +223,52 @@ def logprobs_body(
     plan: RequestPlan, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> dict[str, Any]:
     """Log-probabilities in the shape of the endpoint. `offset`: where the text of the first token begins (completions)."""
-    rivals = plan.jobs[0].sampling.logprobs or 0
-    if plan.chat:
-        told = [_chat_token(detokenizer, t, lp, rivals) for t, lp in zip(tokens, logprobs, strict=False) if lp is not None]
-        return {"content": told}
-    texts = [detokenizer.token_text(token) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "text_offset": offsets,
-        "token_logprobs": [None if lp is None else _finite(lp.logprob) for lp in logprobs],
-        "tokens": texts,
-        "top_logprobs": [
+    rows = logprob_rows(plan, detokenizer, tokens, logprobs, offset)
+    return {name: column and column.make(0, column.count) for name, column in rows.items()}
+
+
+def logprob_rows(
+    plan: RequestPlan, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int = 0
+) -> dict[str, Rows | None]:
+    """The same, with arrays that are made while they are encoded."""
+    rivals, name_of = plan.jobs[0].sampling.logprobs or 0, detokenizer.token_text
+
+    def pairs(begin: int, end: int) -> Iterator[tuple[int, TokenLogprobs | None]]:
+        return zip(tokens[begin:end], logprobs[begin:end], strict=False)
+
+    def content(begin: int, end: int) -> list[Any]:
+        return [_chat_token(detokenizer, token, lp, rivals) for token, lp in pairs(begin, end) if lp is not None]
+
+    def offsets(begin: int, end: int) -> list[int]:
+        nonlocal offset
+        found = []
+        for token in tokens[begin:end]:
+            found.append(offset)
+            offset += len(name_of(token))
+        return found
+
+    def names(begin: int, end: int) -> list[str]:
+        return [name_of(token) for token in tokens[begin:end]]
+
+    def scores(begin: int, end: int) -> list[float | None]:
+        return [None if lp is None else _finite(lp.logprob) for lp in logprobs[begin:end]]
+
+    def tops(begin: int, end: int) -> list[dict[str, float] | None]:
+        return [
             None
             if lp is None
-            else {detokenizer.token_text(t): _finite(p) for t, p in zip(lp.top_ids[:rivals], lp.top_logprobs, strict=False)}
-            | {text: _finite(lp.logprob)}
-            for text, lp in zip(texts, logprobs, strict=False)
+            else {name_of(t): _finite(p) for t, p in zip(lp.top_ids[:rivals], lp.top_logprobs, strict=False)}
+            | {name_of(token): _finite(lp.logprob)}
+            for token, lp in pairs(begin, end)
         ]
-        if rivals
-        else None,
+
+    if plan.chat:
+        return {"content": Rows(min(len(tokens), len(logprobs)), content)}
+    return {
+        "text_offset": Rows(len(tokens), offsets),
+        "token_logprobs": Rows(len(logprobs), scores),
+        "tokens": Rows(len(tokens), names),
+        "top_logprobs": Rows(min(len(tokens), len(logprobs)), tops) if rivals else None,
     }
 
 

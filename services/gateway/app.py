@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from importlib.metadata import version as installed_version
 from typing import Any, Literal, Protocol
 
 import msgspec
-import orjson
 from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
@@ -15,9 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from motet.policies.tenant_shares import Part
 from motet.services.gateway import (
     adapters_api,
     answers,
+    body_shape,
     conversation,
     embeddings,
     front,
@@ -30,10 +32,14 @@ from motet.services.gateway.absent import Absent
 from motet.services.gateway.adapters_api import created_unix_ms, public_source, shown_source
 from motet.services.gateway.auth import Keys, caller_of
 from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
+from motet.services.gateway.encoding import PartsResponse, encoded
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.guard import Guard
 from motet.services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
+from motet.services.gateway.lanes import INLINE_BYTES, Lane, Lanes
 from motet.services.gateway.limits import Limits, Turn, UntilSent
+from motet.services.gateway.made_by import HEADERS as MADE_BY_HEADERS
+from motet.services.gateway.made_by import MadeBy
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlan, RequestPlanner
 from motet.services.gateway.prompt import Prompts
@@ -42,6 +48,7 @@ from motet.services.gateway.unknown_model import unknown_model
 from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
+from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, MotetError, Unauthorized, from_info
 from motet.shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
@@ -65,6 +72,7 @@ class Gateway(Protocol):
     owner: Owner
     planner: RequestPlanner
     prompts: Prompts
+    lanes: Lanes
     adapters: AdapterWatch
     placements: PlacementWatch
     fleet: Fleet
@@ -104,45 +112,61 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     async def answer(request: Request, parse: Callable[[bytes], Any], turn: Turn) -> Response:
         raw = await read_body(request, MAX_BODY_BYTES)
-        parsed = parse(raw)
+        parsed = await _parsed(gateway.lanes.requests, parse, raw, request)
         slo = gateway.planner.slo(_slo_headers(request), names=SLO_HEADERS)  # also of a repeated request
         keyed = idempotency.HEADER in request.headers
+        digest, size = hashlib.sha256(raw).digest() if keyed else b"", len(raw)
+        del raw  # the answer may take minutes
         if parsed.stream:
-            forget = gateway.once.stream(request, raw) if keyed else None
+            forget = gateway.once.stream(request, digest) if keyed else None
             try:
-                return await stream(request, parsed, slo, turn)
+                return await stream(request, parsed, size, slo, turn)
             except BaseException:
                 if forget is not None:
                     forget()
                 raise
         if not keyed:
-            return _json(await while_connected(request, whole(request, parsed, slo, turn)), turn.headers())
-        work = gateway.once.whole(request, raw, lambda: whole(request, parsed, slo, turn.hand_over()))
-        body, again = await while_connected(request, work)
-        turn.end()
-        return _json(body, turn.headers() | ({"idempotent-replayed": "true"} if again else {}))
+            parts, made_by, held = await while_connected(request, whole(request, parsed, size, slo, turn))
+            return UntilSent(PartsResponse(parts, turn.headers() | made_by.headers), held.release)
 
-    async def planned(request: Request, parsed: Any, slo: Slo, turn: Turn) -> Any:
+        async def once() -> idempotency.Answered:
+            parts, made_by, held = await whole(request, parsed, size, slo, turn.hand_over())
+            held.release()
+            return idempotency.Answered(b"".join(parts), made_by.headers)
+
+        answered, again = await while_connected(request, gateway.once.whole(request, digest, once))
+        turn.end()
+        replayed = {"idempotent-replayed": "true"} if again else {}
+        return PartsResponse([answered.body], turn.headers() | answered.headers | replayed)
+
+    async def planned(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Any:
         state, planner = request.state, gateway.planner
         make: Any = planner.plan_embeddings if isinstance(parsed, embeddings.EmbeddingRequest) else planner.plan
-        plan = await make(parsed, tenant=state.tenant, slo=slo, request_id=state.given_id, drawn=state.drawn_id)
+        lane = gateway.lanes.requests
+        ids = {"request_id": state.given_id, "drawn": state.drawn_id}
+        plan = await make(parsed, tenant=state.tenant, slo=slo, lane=lane, size=size, **ids)
+        state.body.release()
         turn.spend(plan.prompt_tokens)
         return plan
 
-    async def whole(request: Request, parsed: Any, slo: Slo, turn: Turn) -> bytes:
+    async def whole(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> tuple[list[bytes], MadeBy, Part]:
+        """The answer in parts, what made it, and its share of what all answers may have, to be released when it is sent."""
+        held = Part(owner.answers, request.state.tenant)
         try:
             collect: Any = embeddings.collect if isinstance(parsed, embeddings.EmbeddingRequest) else answers.collect
-            body = await collect(owner, await planned(request, parsed, slo, turn))
+            body, made_by = await collect(owner, await planned(request, parsed, size, slo, turn), held)
+            parts = await encoded(body, held)
         except BaseException:
             turn.fail()
+            held.release()
             raise
         turn.end(body["usage"].get("completion_tokens", 0))
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return parts, made_by, held
 
-    async def stream(request: Request, parsed: Any, slo: Slo, turn: Turn) -> Response:
-        plan: RequestPlan = await planned(request, parsed, slo, turn)
+    async def stream(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Response:
+        plan: RequestPlan = await planned(request, parsed, size, slo, turn)
         streams, signal = await while_connected(request, answers.open_all(owner, plan))
-        events = SseResponse(plan, streams, signal, owner.detokenizer)
+        events = SseResponse(plan, streams, signal, owner.detokenizer, owner.made_by(streams[0]))
         events.headers.update(turn.headers())
         return UntilSent(events, lambda: turn.end(sum(len(stream.answered) for stream in streams)))
 
@@ -178,35 +202,32 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        asked = protocol.parse_tokenize(await read_body(request, MAX_BODY_BYTES))
-        adapter = gateway.planner.adapter(asked.model, request.state.tenant)
-        prompts, special = gateway.prompts, asked.add_special_tokens
-        if asked.messages is not None:
-            if images := conversation.take_images(asked.messages):  # only an engine knows how many tokens they are
-                raise BadRequest(f"{images[0].param}: images are not counted", param=images[0].param)
-            tools = bool((asked.chat_template_kwargs or {}).get("tools"))
-            profile = gateway.planner.profile(adapter)
-            tokens = await prompts.chat(
-                asked.messages,
-                add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
-                continue_final_message=asked.continue_final_message,
-                add_special_tokens=bool(special),
-                variables=asked.chat_template_kwargs,
-                template=gateway.planner.template(profile, request.state.tenant, tools=tools),
-                whole=profile.whole,
-                counting=True,
-            )
-        else:
-            [tokens] = await prompts.texts([asked.prompt or ""], add_special_tokens=special is not False, counting=True)
-        names = await prompts.names(tokens) if asked.return_token_strs else None
+        raw, prompts, lane = await read_body(request, MAX_BODY_BYTES), gateway.prompts, gateway.lanes.counting
+        asked, tenant = await _parsed(lane, protocol.parse_tokenize, raw, request), request.state.tenant
+        profile = gateway.planner.profile(gateway.planner.adapter(asked.model, tenant))
+        tools = bool((asked.chat_template_kwargs or {}).get("tools"))
+        template = gateway.planner.template(profile, tenant, tools=tools) if asked.messages is not None else None
+        rendered: str | None = None
+        if template is not None and not isinstance(template, ChatTemplate):
+            messages = await lane.run(lambda: _countable(asked.messages or [], template), len(raw), tenant)
+            rendered = await while_connected(request, template.render(messages, **_how(asked)))
+
+        def work() -> tuple[list[int], list[str | None] | None]:
+            tokens = _counted(prompts, asked, template, rendered, profile.whole)
+            return tokens, prompts.names(tokens) if asked.return_token_strs else None
+
+        size = max(len(raw), len(rendered or ""))
+        tokens, names = await while_connected(request, lane.run(work, size, tenant))
         body = {"count": len(tokens), "max_model_len": gateway.planner.max_model_len, "tokens": tokens, "token_strs": names}
         return json_answer(body)
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        asked = protocol.parse_detokenize(await read_body(request, MAX_BODY_BYTES))
+        raw, lane = await read_body(request, MAX_BODY_BYTES), gateway.lanes.counting
+        asked = await _parsed(lane, protocol.parse_detokenize, raw, request)
         gateway.planner.adapter(asked.model, request.state.tenant)
-        return json_answer({"prompt": await gateway.prompts.text(asked.tokens)})
+        text = await lane.run(lambda: gateway.prompts.text(asked.tokens), len(raw), request.state.tenant)
+        return json_answer({"prompt": text})
 
     @api.get("/v1/status")
     async def status(request: Request, plan: Literal["true", "false"] = "false") -> Response:
@@ -242,11 +263,52 @@ def build_app(gateway: Gateway) -> ASGIApp:
     keyless = not gateway.keys.required
     guard = Guard(keyless=keyless, bound_host=config.http.host, hosts=_words(config.http.allowed_hosts), origins=origins)
     if origins:
-        shown = ["x-request-id", "retry-after"]
+        shown = ["x-request-id", "retry-after", *MADE_BY_HEADERS]
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
         )
     return Entrance(app, guard)
+
+
+async def _parsed(lane: Lane, parse: Callable[[bytes], Any], raw: bytes, request: Request) -> Any:
+    """The request in a body, parsed in a thread of `lane` if that may take long. Raises BadRequest or Overloaded."""
+
+    def work() -> Any:
+        body_shape.check(raw)
+        return parse(raw)
+
+    if len(raw) <= INLINE_BYTES:
+        return work()
+    return await while_connected(request, lane.run(work, len(raw), request.state.tenant))
+
+
+def _how(asked: protocol.TokenizeRequest) -> dict[str, Any]:
+    """How the messages of a /tokenize request are rendered."""
+    continued = asked.continue_final_message
+    return {
+        "add_generation_prompt": asked.add_generation_prompt and not continued,
+        "continue_final_message": continued,
+        "variables": asked.chat_template_kwargs,
+    }
+
+
+def _countable(messages: list[dict[str, Any]], template: Any) -> list[dict[str, Any]]:
+    """The messages as the template reads them. Only an engine knows how many tokens images are, so they are refused."""
+    if images := conversation.take_images(messages):
+        raise BadRequest(f"{images[0].param}: images are not counted", param=images[0].param)
+    return conversation.read_by(messages, template)
+
+
+def _counted(
+    prompts: Prompts, asked: protocol.TokenizeRequest, template: Any, rendered: str | None, whole: Mapping[str, int]
+) -> list[int]:
+    """The tokens of a /tokenize request."""
+    special = asked.add_special_tokens
+    if asked.messages is None:
+        return prompts.texts([asked.prompt or ""], add_special_tokens=special is not False, counting=True)[0]
+    if rendered is None:
+        rendered = template.render(_countable(asked.messages, template), **_how(asked))
+    return prompts.rendered(rendered, add_special_tokens=bool(special), whole=whole, counting=True)
 
 
 async def _is_admin(gateway: Gateway, request: Request) -> bool:
@@ -259,10 +321,6 @@ async def _is_admin(gateway: Gateway, request: Request) -> bool:
 
 def _words(listed: str) -> list[str]:
     return [word.strip() for word in listed.split(",") if word.strip()]
-
-
-def _json(body: bytes, headers: dict[str, str]) -> Response:
-    return Response(body, headers=headers, media_type="application/json")
 
 
 def _slo_headers(request: Request) -> dict[str, str]:

@@ -13,7 +13,9 @@ from motet.shared.model import Slo
 
 MIB = 1 << 20
 MAX_BODY_BYTES = 4 * MIB
-"""Of a request's body; uploads have their own limit."""
+"""Of a generating request's body; uploads have their own limit."""
+ADMIN_BODY_BYTES = MIB // 4
+"""Of a body that changes adapters or keys."""
 
 
 class HttpConfig(Config, frozen=True, kw_only=True):
@@ -78,7 +80,7 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
     ] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="maximum duration of a request in seconds")] = 600.0
     stream_buffer_tokens: Annotated[
-        int, Meta(ge=16, description="maximum tokens buffered for a slow client; then its stream is ended")
+        int, Meta(ge=16, description="maximum tokens buffered for a slow client, and at most 4 MiB; then its stream is ended")
     ] = 4096
     intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="maximum durable requests from NATS in progress")] = 64
     send_prompts: Annotated[
@@ -91,7 +93,14 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
     max_upload_bytes: Annotated[
         int, Meta(ge=1024, description="largest adapter archive in bytes; see also the registry's --max-adapter-bytes")
     ] = 1024 * MIB
-    max_uploads: Annotated[int, Meta(ge=1, description="maximum concurrent adapter uploads; further ones get 429")] = 4
+    max_uploads: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="maximum concurrent adapter uploads; further ones get 429. A tenant may begin one while it has fewer"
+            " than are free, so one tenant alone has at most half",
+        ),
+    ] = 8
 
 
 class AnswersConfig(Config, frozen=True, kw_only=True):

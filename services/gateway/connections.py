@@ -38,6 +38,7 @@ LINGER_S = 2.0
 CLOSING_S = 30.0  # a client that does not read the end of its answer holds it no longer
 LOOK_S = 1.0
 SPARE_FILES = 256  # for NATS, files, uploads
+FILES_MOST = 1 << 20  # some systems allow a thousand times as many
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -171,7 +172,9 @@ async def watch(connections: set[Any]) -> None:
 def files_for(connections: int) -> int:
     """Raise this process's limit of open files to what the system allows; returns how many of `connections` then have room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    return max(min(connections, soft - SPARE_FILES), 1)
+    wanted = FILES_MOST if hard == resource.RLIM_INFINITY else min(hard, FILES_MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return connections if soft == resource.RLIM_INFINITY else max(min(connections, soft - SPARE_FILES), 1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from typing import Any
+from typing import Any, Protocol
 
 from motet.services.gateway import arguments
 from motet.services.gateway.nesting import check_depth
@@ -75,6 +75,15 @@ SCHEMA = {
     ],
     "description": "Other properties are passed to the chat template. Only an assistant's message may have no content.",
 }
+
+
+class Reader(Protocol):
+    """A chat template: whether it reads contents as lists of parts."""
+
+    @property
+    def takes_images(self) -> bool: ...
+
+
 _DATA_URL = re.compile(r"data:image/[a-zA-Z0-9.+-]+;base64,")
 _MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8|RIFF....WEBP", re.DOTALL)
 
@@ -87,6 +96,11 @@ def texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with each content as a list of parts. Raises BadRequest naming the message or part."""
     return [_message(message, i, whole=False) for i, message in enumerate(messages)]
+
+
+def read_by(messages: list[dict[str, Any]], template: Reader) -> list[dict[str, Any]]:
+    """The messages in the form that this chat template reads. Raises BadRequest naming the message or part."""
+    return parts(messages) if template.takes_images else texts(messages)
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -169,7 +183,8 @@ def _part(part: Any, at: str) -> dict[str, Any]:
     if kind == "image_url":
         return {"type": "image"}
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise BadRequest(f"{at}: expected a part of type text, with a text string, or image_url, not {kind!r}", param=at)
+        given = repr(kind[:100]) if isinstance(kind, str) else type(kind).__name__  # what a client sent may be long
+        raise BadRequest(f"{at}: expected a part of type text, with a text string, or image_url, not {given}", param=at)
     return {"type": "text", "text": part["text"]}
 
 

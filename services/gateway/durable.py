@@ -12,7 +12,10 @@ from typing import Any
 import msgspec
 import orjson
 
-from motet.services.gateway import protocol
+from motet.policies.tenant_shares import Part
+from motet.services.gateway import body_shape, protocol
+from motet.services.gateway.encoding import LESS, encoded
+from motet.services.gateway.made_by import MadeBy
 from motet.services.gateway.planner import SLO_FIELDS, RequestPlan
 from motet.shared import subjects
 from motet.shared.clock import now_s, unix_ms
@@ -31,9 +34,9 @@ Parsed = tuple[protocol.ChatRequest | protocol.CompletionRequest, dict[str, Any]
 
 
 class DurableRequest:
-    """One delivery. Ids and deadline are read before the body is checked; `parse` checks it."""
+    """One delivery. `read` takes ids and deadline from the body, and `parse` checks it; both may take long."""
 
-    def __init__(self, delivery: Delivery, *, bytes_max: int) -> None:
+    def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
         self.tenant = delivery.subject.rsplit(".", 1)[-1]
         message_id = delivery.headers.get("Nats-Msg-Id", "")
@@ -42,12 +45,8 @@ class DurableRequest:
         self._ends_s: float | None = None
         self._fields: dict[str, msgspec.Raw] = {}
         self._problem: MotetError | None = None
-        self._read(bytes_max)
-        if self.timeout_ms is not None:
-            age_ms = max(0, unix_ms() - delivery.published_unix_ms)
-            self._ends_s = now_s() + (self.timeout_ms - age_ms) / 1000
 
-    def _read(self, bytes_max: int) -> None:
+    def read(self, bytes_max: int) -> None:
         """Read id and deadline from the body, and remember the first error in it."""
         if not TENANT.fullmatch(self.tenant):
             self._problem = BadRequest(f"tenant {self.tenant!r}: letters, digits, '_' and '-' only, at most 64")
@@ -55,6 +54,7 @@ class DurableRequest:
             self._problem = TooLarge(f"the request has {len(self.delivery.data)} bytes, the limit is {bytes_max}")
             return
         try:
+            body_shape.check(self.delivery.data)
             self._fields = protocol.decode(self.delivery.data, protocol.KEYS)
         except BadRequest as error:
             self._problem = self._problem or error
@@ -68,6 +68,8 @@ class DurableRequest:
         timeout_ms = _value(self._fields.pop("timeout_ms", None))
         if isinstance(timeout_ms, int) and not isinstance(timeout_ms, bool) and 1 <= timeout_ms <= TIMEOUT_MAX_MS:
             self.timeout_ms = timeout_ms
+            age_ms = max(0, unix_ms() - self.delivery.published_unix_ms)
+            self._ends_s = now_s() + (timeout_ms - age_ms) / 1000
         elif timeout_ms is not None:
             reason = f"timeout_ms: expected whole milliseconds from 1 to {TIMEOUT_MAX_MS}"
             self._problem = self._problem or BadRequest(reason, param="timeout_ms")
@@ -112,12 +114,14 @@ class DurableRequest:
             raise BadRequest("stream: true or false is expected", param="stream")
         return protocol.parse(msgspec.json.encode(fields)), {"class": "batch"} | slo, live
 
-    def ok(self, answer: dict[str, Any], bytes_max: int) -> bytes:
-        """The result that holds `answer`, the OpenAI response body. Raises AnswerTooLarge."""
-        body = orjson.dumps({"request_id": self.request_id, "status": "ok", "response": answer})
-        if len(body) > bytes_max:
-            raise AnswerTooLarge(f"the answer has {len(body)} bytes, a result may have {bytes_max}; {_LESS}")
-        return body
+    async def ok(self, answer: dict[str, Any], made_by: MadeBy, held: Part, bytes_max: int) -> bytes:
+        """The result that holds `answer`, the OpenAI response body, and what made it.
+
+        Raises AnswerTooLarge, or Overloaded (`encoding.hold`).
+        """
+        made = {"adapter": made_by.adapter or None, "base": made_by.base, "engine": made_by.engine}
+        result = {"request_id": self.request_id, "status": "ok", "made_by": made, "response": answer}
+        return b"".join(await encoded(result, held, bytes_max))
 
     def failed(self, error: MotetError) -> bytes:
         """The result of a request without an answer, with the reason."""
@@ -148,9 +152,6 @@ def _value(raw: msgspec.Raw | None, default: Any = None) -> Any:
     return msgspec.json.decode(text) if len(text) <= FIELD_BYTES_MAX else text
 
 
-_LESS = "ask for fewer tokens, choices or log-probabilities"
-
-
 def check_answer_fits(plan: RequestPlan, bytes_max: int) -> None:
     """Raises AnswerTooLarge before anything runs when even the shortest answer to this plan is too large to store."""
     least = 0
@@ -161,4 +162,4 @@ def check_answer_fits(plan: RequestPlan, bytes_max: int) -> None:
         tokens = sampling.max_tokens if sampling.ignore_eos and not sampling.stop_token_ids else sampling.min_tokens
         least += tokens * (CHAT_TOKEN_BYTES * (sampling.logprobs + 1) if plan.chat else TEXT_TOKEN_BYTES)
     if least > bytes_max:
-        raise AnswerTooLarge(f"the answer would have at least {least} bytes, a result may have {bytes_max}; {_LESS}")
+        raise AnswerTooLarge(f"the answer would have at least {least} bytes, a result may have {bytes_max}; {LESS}")

@@ -16,7 +16,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from motet.policies.tenant_shares import Part
 from motet.services.gateway import fields, protocol
+from motet.services.gateway.encoding import Rows, hold
+from motet.services.gateway.made_by import Answer
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.stream import Job, Stream
 from motet.shared.clock import now_s
@@ -112,8 +115,8 @@ def parse(body: bytes) -> EmbeddingRequest:
     return request
 
 
-async def collect(owner: Owner, plan: EmbeddingPlan) -> dict[str, Any]:
-    """Run a plan to its end and return OpenAI's body as a dict for orjson.
+async def collect(owner: Owner, plan: EmbeddingPlan, held: Part) -> Answer:
+    """Run a plan to its end and return OpenAI's answer, the body for `encoding.encoded`.
 
     Raises the MotetError of the first input that fails; the others are cancelled then.
     """
@@ -134,18 +137,21 @@ async def collect(owner: Owner, plan: EmbeddingPlan) -> dict[str, Any]:
         await asyncio.gather(*running, return_exceptions=True)
         raise
     encode = _base64 if plan.request.encoding_format == "base64" else _numbers
+
+    def made(begin: int, end: int) -> list[Any]:
+        shown = enumerate(streams[begin:end], begin)
+        return [{"object": "embedding", "index": i, "embedding": encode(stream.embedding)} for i, stream in shown]
+
+    hold(held, sum(len(stream.embedding) for stream in streams))
     body: dict[str, Any] = {
         "object": "list",
         "model": plan.model,
-        "data": [
-            {"object": "embedding", "index": index, "embedding": encode(stream.embedding)}
-            for index, stream in enumerate(streams)
-        ],
+        "data": Rows(len(streams), made),
         "usage": {"prompt_tokens": plan.prompt_tokens, "total_tokens": plan.prompt_tokens},
     }
     if cached := sum(stream.cached_tokens for stream in streams):
         body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
-    return body
+    return Answer(body, owner.made_by(streams[0]))
 
 
 async def _open(owner: Owner, job: Job, deadline_s: float) -> Stream:

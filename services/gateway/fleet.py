@@ -22,7 +22,7 @@ class Fleet:
     """All workers that report their state."""
 
     def __init__(self, bus: Bus, base_model: str) -> None:
-        self._bus, self._base_model = bus, base_model
+        self._bus, self.base_model = bus, base_model
         self._shelf = Shelf()
         self._book = WorkerBook(self._shelf)
         self._newcomer = asyncio.Event()
@@ -41,7 +41,7 @@ class Fleet:
     def _on_state(self, state: WorkerState) -> None:
         if not isinstance(state, WorkerSnapshot):
             self._book.delta(state, now_s())
-        elif state.limits.base_model == self._base_model:
+        elif state.limits.base_model == self.base_model:
             known = state.worker_id in self._book
             if self._book.snapshot(state, now_s()):
                 self.absent.on_state(state.worker_id, state.incarnation)
@@ -78,7 +78,7 @@ class Fleet:
 
     def why_none_serves(self) -> str:
         """Why no worker serves the base model, for operators: with the reasons that failed workers gave."""
-        return "; ".join([f"no worker serves {self._base_model}", *self.absent.sentences(now_s())])
+        return "; ".join([f"no worker serves {self.base_model}", *self.absent.sentences(now_s())])
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
         """Whether a snapshot taken after `since_s` shows that the worker does not have this request."""

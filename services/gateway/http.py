@@ -20,16 +20,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from motet.policies.tenant_shares import Part, TenantShares
 from motet.services.gateway import metrics
 from motet.services.gateway.guard import Guard
 from motet.services.gateway.limits import RateLimited
-from motet.shared.errors import BadRequest, MotetError, TooLarge, UnsupportedMediaType, bounded
+from motet.shared.errors import BadRequest, MotetError, Overloaded, TooLarge, UnsupportedMediaType, bounded
 from motet.shared.telemetry import logger
 
 T = TypeVar("T")
+E = TypeVar("E", bound=MotetError)
 log = logger("motet.http")
 SERVER_SEND = "motet.server_send"  # in the scope: `send` as the server gave it, without middleware around it
 REQUEST_ID = "x-request-id"
+BODIES_BYTES_MAX = 128 << 20  # of all bodies that are being read, parsed or tokenized; uploads are not among them
 DISCARD_BYTES, DISCARD_S = 64 << 20, 10.0  # of a body that is too large: read after the answer
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -42,6 +45,7 @@ class Entrance:
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app, self._guard = app, guard
+        self._bodies = TenantShares(BODIES_BYTES_MAX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -49,7 +53,8 @@ class Entrance:
         given = given if _USABLE_ID.fullmatch(given) else ""
         drawn = secrets.token_hex(12)
         request_id = given or drawn
-        scope.setdefault("state", {}).update(request_id=request_id, given_id=given, drawn_id=drawn)
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, given_id=given, drawn_id=drawn, bodies=self._bodies)
         encoded = (REQUEST_ID.encode(), request_id.encode())
 
         async def named(message: Message) -> None:
@@ -64,7 +69,11 @@ class Entrance:
         scope[SERVER_SEND] = send
         if scope["method"] == "HEAD":  # every GET; the server leaves out the body of its answer
             scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, named)
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            if (held := state.get("body")) is not None:
+                held.release()
 
 
 class _Unread(Response):
@@ -86,16 +95,23 @@ class _Unread(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def too_large(request: Request, message: str, param: str | None = None) -> TooLarge:
-    """The error for a body that is not read to its end."""
+def unread(request: Request, error: E) -> E:
+    """`error`, the answer to a request whose body is not read to its end."""
     request.state.unread = True
-    return TooLarge(message, param=param)
+    return error
+
+
+def too_large(request: Request, message: str, param: str | None = None) -> TooLarge:
+    """The error for a body that is not read to its end because it is too large."""
+    return unread(request, TooLarge(message, param=param))
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body of a request whose content type is JSON.
 
-    Raises UnsupportedMediaType, or TooLarge as soon as the body is known to be longer than `max_bytes`.
+    It counts as held until `request.state.body.release()`, or until the request ends.
+    Raises UnsupportedMediaType, TooLarge as soon as the body is known to be longer than `max_bytes`, or Overloaded when the
+    bodies of this tenant have their share of `BODIES_BYTES_MAX`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -107,13 +123,17 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large(request, f"the request body has {declared} bytes, the limit is {max_bytes}")
-    parts, size = [], 0
+    state = request.state
+    body, held = bytearray(), Part(state.bodies, state.tenant)
+    state.body = held
     async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
+        if len(body) + len(part) > max_bytes:
             raise too_large(request, f"the request body is longer than the limit of {max_bytes} bytes")
-        parts.append(part)
-    return b"".join(parts)
+        if not held.take(len(part)):
+            error = Overloaded("the bodies of this tenant's other requests have not been read yet", retry_after_s=1.0)
+            raise unread(request, error)
+        body += part
+    return bytes(body)
 
 
 def json_answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

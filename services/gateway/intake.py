@@ -30,14 +30,17 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import orjson
 from prometheus_client import Counter, Gauge
 
+from motet.policies.tenant_shares import Part
 from motet.services.gateway import answers
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.durable import DurableRequest, check_answer_fits
+from motet.services.gateway.lanes import Lane
 from motet.services.gateway.limits import Limits, Turn
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlan, RequestPlanner
@@ -50,6 +53,7 @@ from motet.shared.provision import ACK_WAIT_S, request_bytes_max
 from motet.shared.streams import Delivery, Pulls
 from motet.shared.telemetry import REGISTRY, logger
 
+T = TypeVar("T")
 log = logger("motet.gateway.intake")
 
 MAX_DEATHS = 20  # a request that so many processes died with is poison
@@ -89,9 +93,11 @@ class _Queue:
 class Intake:
     """Pulls durable requests while it has room and settles each exactly once."""
 
-    def __init__(self, bus: Bus, owner: Owner, planner: RequestPlanner, config: GatewayConfig, limits: Limits) -> None:
+    def __init__(
+        self, bus: Bus, owner: Owner, planner: RequestPlanner, lane: Lane, config: GatewayConfig, limits: Limits
+    ) -> None:
         self._bus, self._owner, self._planner, self._config = bus, owner, planner, config
-        self._limits = limits
+        self._lane, self._limits = lane, limits
         self._queues: dict[str, _Queue] = {}
         self._slots = asyncio.Semaphore(config.requests.intake_concurrency)
         self._parked: deque[asyncio.Event] = deque()  # longest first
@@ -244,9 +250,10 @@ class Intake:
 
     async def _settle(self, queue: _Queue, delivery: Delivery) -> None:
         """Take one delivery to its end: acknowledged or handed back."""
-        request = DurableRequest(delivery, bytes_max=request_bytes_max(self._bus))
+        request = DurableRequest(delivery)
         keeping = asyncio.get_running_loop().create_task(_keep_alive(delivery))
         try:
+            await self._in_lane(delivery, lambda: request.read(request_bytes_max(self._bus)))
             outcome = await self._resolve(queue, request)
             FINISHED.labels(outcome).inc()
             try:
@@ -270,7 +277,7 @@ class Intake:
                 if request.addressable and await self._answered(queue, request):
                     return "duplicate"
                 try:
-                    body = request.ok(await self._answer(queue, request), self._result_bytes_max)
+                    body = await self._answer(queue, request)
                     outcome = "ok"
                 except Unavailable:
                     raise
@@ -286,8 +293,8 @@ class Intake:
                 await self._park(queue, attempt, error.retry_after_s)
                 attempt += 1
 
-    async def _answer(self, queue: _Queue, request: DurableRequest) -> dict[str, Any]:
-        """The OpenAI response body, after any number of attempts. Raises the MotetError that no further attempt can change."""
+    async def _answer(self, queue: _Queue, request: DurableRequest) -> bytes:
+        """The result, after any number of attempts. Raises the MotetError that no further attempt can change."""
         if (deaths := await self._deaths(request)) > MAX_DEATHS:
             raise MotetError(f"{deaths} processes ended with this request and without a result")
         attempt = 0
@@ -308,33 +315,44 @@ class Intake:
                 log.error("durable request failed", extra={"request_id": request.request_id}, exc_info=bug)
                 raise MotetError(f"internal error: {type(bug).__name__}") from bug
 
-    async def _run(self, request: DurableRequest) -> dict[str, Any]:
-        """One attempt. Raises the MotetError that stopped it; a tenant's limit is retried."""
-        turn = self._limits.begin(request.tenant)
+    async def _run(self, request: DurableRequest) -> bytes:
+        """The result of one attempt. Raises the MotetError that stopped it; a tenant's limit is retried."""
+        turn, held = self._limits.begin(request.tenant), Part(self._owner.answers, request.tenant)
         try:
-            answer = await self._run_in(turn, request)
+            answer = await self._run_in(turn, request, held)
+            result = await request.ok(*answer, held, self._result_bytes_max)
         except BaseException:
             turn.fail()
             raise
-        turn.end(answer["usage"]["completion_tokens"])
-        return answer
+        finally:
+            held.release()
+        turn.end(answer.body["usage"]["completion_tokens"])
+        return result
 
-    async def _run_in(self, turn: Turn, request: DurableRequest) -> dict[str, Any]:
-        parsed, slo, live = request.parse()
+    async def _run_in(self, turn: Turn, request: DurableRequest, held: Part) -> answers.Answer:
+        parsed, slo, live = await self._in_lane(request.delivery, request.parse)
         left_s = request.left_s()
         most_s = self._config.requests.request_timeout_s
         timeout_s = most_s if left_s is None else min(left_s, most_s)
         plan = await self._planner.plan(
-            parsed, tenant=request.tenant, slo=self._planner.slo(slo), timeout_s=max(timeout_s, 0.001)
+            parsed,
+            tenant=request.tenant,
+            slo=self._planner.slo(slo),
+            timeout_s=max(timeout_s, 0.001),
+            lane=self._lane,
+            size=len(request.delivery.data),
         )
         check_answer_fits(plan, self._result_bytes_max)
         turn.spend(plan.prompt_tokens)
         if not live:
-            return await answers.collect(self._owner, plan)
+            return await answers.collect(self._owner, plan, held)
         subject = subjects.tokens(request.tenant, request.request_id)
-        answer = await answers.collect(self._owner, plan, on_delta=self._live(subject, plan))
+        answer = await answers.collect(self._owner, plan, held, on_delta=self._live(subject, plan))
         await self._say(subject, b"")
         return answer
+
+    async def _in_lane(self, delivery: Delivery, work: Callable[[], T]) -> T:
+        return await self._lane.run(work, len(delivery.data), delivery.subject)
 
     def _live(self, subject: str, plan: RequestPlan) -> answers.OnDelta:
         """Publishes each delta as the chunk that HTTP would have streamed."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from motet.services.gateway import protocol
 from motet.services.gateway.auth import caller_of
-from motet.services.gateway.config import MAX_BODY_BYTES
+from motet.services.gateway.config import ADMIN_BODY_BYTES
 from motet.services.gateway.http import json_answer, read_body
 from motet.shared.audit import PAGE, Audit, AuditEvent
 from motet.shared.errors import BadRequest
@@ -47,7 +47,7 @@ _rotate = msgspec.json.Decoder(RotateRequest)
 
 def add_routes(api: APIRouter, gateway: Gateway) -> None:
     """The routes of keys and the audit log, on a router that authenticates."""
-    max_body = MAX_BODY_BYTES
+    max_body = ADMIN_BODY_BYTES
 
     async def note(action: str, request: Request, key: ApiKey, detail: str = "") -> None:
         actor = caller_of(request).key_id

@@ -22,15 +22,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import weakref
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
 
 from motet.policies.recent_refusals import Kind, RecentRefusals
+from motet.policies.tenant_shares import TenantShares
 from motet.services.gateway import metrics
 from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.encoding import ANSWERS_BYTES_MAX
 from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.made_by import MadeBy, made_by
 from motet.services.gateway.pulse import Pulse
 from motet.services.gateway.stream import Job, Signal, SlowReader, Stream
 from motet.shared import subjects
@@ -74,6 +79,7 @@ WATCH_S = 0.1
 LOSSES_MAX = 4
 EARLY_MAX = 256
 IMAGE_BYTES_MAX = 256 << 20
+UNREAD_BYTES_MAX = 128 << 20  # of tokens that are ready for callers which do not take them
 STRAY_EVERY_S = 1.0
 STRAYS_MAX = 4096
 
@@ -99,9 +105,11 @@ class Owner:
         self._max_inflight, self._buffer_tokens = max_inflight, stream_buffer_tokens
         self._active: dict[str, Stream] = {}
         self._idle = asyncio.Event()  # set whenever the last one ends
+        self._held: weakref.WeakSet[Stream] = weakref.WeakSet()  # by callers, also when they are complete
         self._gaps: dict[Stream, float] = {}  # streams with early items, and since when
         self._strays: dict[tuple[str, str], float] = {}
         self._refusals = RecentRefusals()
+        self.answers = TenantShares(ANSWERS_BYTES_MAX)  # bytes of whole answers that are being made or sent
         self._holder = LeaseHolder(bus, "gateway", gateway_id, secrets.token_hex(8))
         self._leases = LeaseWatch(bus, "worker", self._on_lost, self._holder)
         self._pulse = Pulse(bus, self._holders, self._on_lost)
@@ -118,6 +126,11 @@ class Owner:
         await self._holder.start()
         self._watch = self._bus.spawn(self._keep_watch())
         self._pulse.start()
+
+    def made_by(self, stream: Stream) -> MadeBy:
+        """What makes a stream's answer, by the worker that has or had it last."""
+        known = self._fleet.workers().get(stream.worker_id or "")
+        return made_by(self._fleet.base_model, stream.job.adapter, known.limits if known is not None else None)
 
     async def drain(self) -> None:
         """Accept no new request and return when none runs."""
@@ -179,6 +192,7 @@ class Owner:
         self._repeat_refusal(job)
         stream = Stream(job, self.detokenizer, self._on_cancel, signal, self._buffer_tokens)
         self._active[job.request_id] = stream
+        self._held.add(stream)
         self._idle.clear()
         loop = asyncio.get_running_loop()
         stream.deadline = loop.call_later(job.timeout_s, self._on_deadline, stream)
@@ -502,6 +516,7 @@ class Owner:
         while True:
             await asyncio.sleep(WATCH_S)
             now = now_s()
+            self._end_unread()
             for stream in [s for s, since in self._gaps.items() if now - since > GAP_S]:
                 self._resume(stream, "gap")
             if not self._bus.connected:
@@ -514,6 +529,22 @@ class Owner:
                     self._resume(stream, "worker_lost", worker_id)
                 elif self._fleet.forgot(worker_id, stream.job.request_id, stream.epoch, stream.sign_s + SILENCE_S):
                     self._resume(stream, "forgotten")
+
+    def _end_unread(self) -> None:
+        """While more than `UNREAD_BYTES_MAX` are not read, end the largest stream of the tenant that has most."""
+        unread = {stream: size for stream in self._held if (size := stream.unread_bytes)}
+        total = sum(unread.values())
+        while total > UNREAD_BYTES_MAX:
+            tenants = Counter[str]()
+            for stream, size in unread.items():
+                tenants[stream.job.tenant] += size
+            [(tenant, _)] = tenants.most_common(1)
+            stream = max((one for one in unread if one.job.tenant == tenant), key=unread.__getitem__)
+            total -= unread.pop(stream)
+            stream.too_slow()
+            if self._active.get(stream.job.request_id) is stream:
+                self._cancel(stream)
+                self._done(stream)
 
     def _on_deadline(self, stream: Stream) -> None:
         error = DeadlineExceeded(f"the request did not finish within {stream.job.timeout_s:g} s")

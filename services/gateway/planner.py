@@ -7,24 +7,27 @@ plan.jobs            one Job per choice: prompts times n, in the order of the an
 
 from __future__ import annotations
 
+import copy
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from motet.policies import length_features
+from motet.services.gateway import conversation
 from motet.services.gateway.calls import THINK, Parsing
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.embeddings import EmbeddingPlan, EmbeddingRequest
 from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.lanes import Lane
 from motet.services.gateway.profiles import Profile, Profiles
 from motet.services.gateway.prompt import ForeignTemplate, Prompts
 from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest, NamedTool
 from motet.services.gateway.stream import Job
 from motet.services.gateway.unknown_model import unknown_model
-from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import BadRequest, PromptTooLong, TooLarge
@@ -70,6 +73,13 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(job.prompt) for job in self.jobs[:: self.request.n or 1])
 
 
+class _Told(NamedTuple):
+    """What is known of a chat whose template is rendered elsewhere: its images, and the text."""
+
+    images: list[Image] = []
+    text: str | None = None
+
+
 class RequestPlanner:
     """Makes plans (`RequestPlan`) for one base model."""
 
@@ -84,16 +94,23 @@ class RequestPlanner:
         message_bytes: Callable[[], int] = lambda: MESSAGE_BYTES,
     ) -> None:
         """`weight(tenant)` is the tenant's share relative to others' while workers are saturated; `message_bytes()` the largest
-        message in the mesh."""
+        message in the mesh. Not for use in threads, except what `_now` returns."""
         self._weight, self._message_bytes = weight, message_bytes
         self._config, self._prompts, self._adapters, self._fleet = config, prompts, adapters, fleet
         self._profiles = profiles
         self.base_model = config.base.name
+        self._fixed_model_len = 0
 
     @property
     def max_model_len(self) -> int:
         """The longest prompt plus output that can be served now, in tokens."""
-        return self._fleet.max_model_len(self._prompts.context_length)
+        return self._fixed_model_len or self._fleet.max_model_len(self._prompts.context_length)
+
+    def _now(self) -> RequestPlanner:
+        """This planner with the present `max_model_len`, for a thread: workers come and go in the event loop."""
+        planner = copy.copy(self)
+        planner._fixed_model_len = self.max_model_len
+        return planner
 
     def slo(self, given: Mapping[str, Any], *, names: Mapping[str, str] = SLO_FIELDS) -> Slo:
         """The objective from `class`, `ttft_ms` and `tpot_ms`, each optional.
@@ -123,8 +140,7 @@ class RequestPlanner:
             info = self._adapters.resolve(model.removeprefix(self.base_model + ":"), tenant)
         if info is None or info.version.base_model != self.base_model:
             raise unknown_model(model, self._adapters, tenant, self.base_model, param=param)
-        version, name = info.version, qualified(info.entry.name, info.entry.tenant)
-        return AdapterRef(name=name, digest=version.digest, rank=version.rank, size_bytes=version.size_bytes)
+        return msgspec.structs.replace(ref_of(info), name=qualified(info.entry.name, info.entry.tenant))
 
     def profile(self, adapter: AdapterRef | None) -> Profile:
         """What requests on an adapter, or on the base model, use: templates, defaults, tokens that end an answer."""
@@ -144,30 +160,70 @@ class RequestPlanner:
         timeout_s: float | None = None,
         request_id: str = "",
         drawn: str = "",
+        lane: Lane | None = None,
+        size: int = 0,
     ) -> RequestPlan:
         """A plan with everything resolved and tokenized. Raises BadRequest (naming the field), PromptTooLong or ModelNotFound.
 
         `request_id` is the header's; without it the body's, else `drawn`. `drawn` is unique; it is the id in the mesh and its
-        logs, since clients may use one id for two requests at once.
+        logs, since clients may use one id for two requests at once. A request of many bytes (`size`) is planned in a thread of
+        `lane`, which may raise Overloaded.
         """
-        arrived_s = now_s()
+        arrived_s, planner = now_s(), self._now()
         model, adapter = self._named(request, tenant)
-        chat = isinstance(request, ChatRequest)
-        stops = request.stops()
-        profile, images = self.profile(adapter), list[Image]()
+        profile, template, told = self.profile(adapter), None, _Told()
+
+        async def run(work: Callable[[], T]) -> T:
+            return work() if lane is None else await lane.run(work, size, tenant)
+
         if isinstance(request, ChatRequest):
             template = self.template(profile, tenant, tools=bool(request.usable_tools()))
-            images = self._images(request, template)
-            prompts = await self._chat_prompt(request, template, profile)
+            if not isinstance(template, ChatTemplate):
+                foreign, asked = template, request
+                told, messages, how = await run(lambda: planner._for_rendering(asked, foreign))
+                told = told._replace(text=await foreign.render(messages, **how))
+
+        def work() -> RequestPlan:
+            try:
+                return planner._plan(
+                    request, model, adapter, profile, template, told, tenant, slo, timeout_s, request_id, drawn, arrived_s
+                )
+            except RecursionError:
+                raise BadRequest("the request is nested too deeply") from None
+
+        return await run(work)
+
+    def _plan(
+        self,
+        request: ChatRequest | CompletionRequest,
+        model: str,
+        adapter: AdapterRef | None,
+        profile: Profile,
+        template: ChatTemplate | ForeignTemplate | None,
+        told: _Told,
+        tenant: str,
+        slo: Slo | None,
+        timeout_s: float | None,
+        request_id: str,
+        drawn: str,
+        arrived_s: float,
+    ) -> RequestPlan:
+        chat = isinstance(request, ChatRequest)
+        stops, images = request.stops(), told.images
+        if isinstance(request, ChatRequest):
+            assert template is not None
+            if isinstance(template, ChatTemplate):
+                images = self._images(request, template)
+            prompts, given = self._chat_prompt(request, template, profile, told.text), list[str | list[int]]([""])
         else:
-            prompts = await self._text_prompts(request, profile)
+            prompts, given = self._text_prompts(request, profile)
         n = request.n or 1
         if len(prompts) * n > SEQUENCES_MAX:
             raise BadRequest(f"{len(prompts)} prompts times n={n} is more than {SEQUENCES_MAX} sequences", param="n")
         drawn = drawn or secrets.token_hex(12)
         prefix = "chatcmpl-" if chat else "cmpl-"
         seed = (request.seed if request.seed is not None else secrets.randbits(63)) & SEED_MASK
-        bad_words = await self._bad_words(request.bad_words or [])
+        bad_words = self._bad_words(request.bad_words or [])
         constraint = request.constraint()
         needs = {"structured": constraint[0]} if constraint else {}
         if images:
@@ -184,7 +240,7 @@ class RequestPlanner:
             sampling = self._sampling(request, profile, len(prompt), bad_words, constraint[1] if constraint else None)
             if scored:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=scored[1])
-            features, excerpt = self._for_predictor(request, number, prompt, sampling)
+            features, excerpt = self._for_predictor(request, given[number], prompt, sampling)
             for _ in range(n):
                 choice_seed = (seed + len(jobs) * SEED_STEP) & SEED_MASK
                 jobs.append(
@@ -217,15 +273,17 @@ class RequestPlanner:
         named = request_id or request.request_id or request.rid
         if named:
             log.info("named", extra={"request_id": prefix + drawn, "client_id": named})
-        return RequestPlan(
+        plan = RequestPlan(
             request=request,
             request_id=prefix + (named or drawn),
             created_s=unix_ms() // 1000,
             model=model,
             jobs=jobs,
-            echoes=self._echoes(request, prompts, n),
+            echoes=self._echoes(request, given, prompts, n),
             parsing=parsing,
         )
+        request.forget_content()
+        return plan
 
     async def plan_embeddings(
         self,
@@ -235,15 +293,33 @@ class RequestPlanner:
         slo: Slo | None = None,
         request_id: str = "",
         drawn: str = "",
+        lane: Lane | None = None,
+        size: int = 0,
     ) -> EmbeddingPlan:
         """A plan with every input resolved and tokenized; arguments and errors as for `plan`."""
-        arrived_s = now_s()
+        arrived_s, planner = now_s(), self._now()
         adapter = self.adapter(request.model, tenant)
+
+        def work() -> EmbeddingPlan:
+            return planner._plan_embeddings(request, adapter, tenant, slo, request_id, drawn, arrived_s)
+
+        return work() if lane is None else await lane.run(work, size, tenant)
+
+    def _plan_embeddings(
+        self,
+        request: EmbeddingRequest,
+        adapter: AdapterRef | None,
+        tenant: str,
+        slo: Slo | None,
+        request_id: str,
+        drawn: str,
+        arrived_s: float,
+    ) -> EmbeddingPlan:
         given = request.inputs()
         texts = [text for text in given if isinstance(text, str)]
         special, keep = request.add_special_tokens is not False, request.truncate_prompt_tokens
         longest = self.max_model_len if keep is None else None
-        tokenized = iter(await self._prompts.texts(texts, add_special_tokens=special, longest=longest, param="input"))
+        tokenized = iter(self._prompts.texts(texts, add_special_tokens=special, longest=longest, param="input"))
         drawn, jobs = drawn or secrets.token_hex(12), list[Job]()
         for one in given:
             tokens = next(tokenized) if isinstance(one, str) else self._known(one, "input")
@@ -270,10 +346,11 @@ class RequestPlanner:
             )
         if named := request_id or request.request_id:
             log.info("named", extra={"request_id": f"embd-{drawn}", "client_id": named})
+        request.input = None  # the request is kept while it runs, and its inputs are in the jobs
         return EmbeddingPlan(request=request, model=request.model or self.base_model, jobs=jobs)
 
     def _for_predictor(
-        self, request: ChatRequest | CompletionRequest, number: int, prompt: list[int], sampling: SamplingParams
+        self, request: ChatRequest | CompletionRequest, given: str | list[int], prompt: list[int], sampling: SamplingParams
     ) -> tuple[bytes, str]:
         """Packed features of one prompt and of the parameters, and with --send-prompts an excerpt of the prompt's text.
 
@@ -286,7 +363,6 @@ class RequestPlanner:
             if first.get("role") in ("system", "developer"):
                 system = str(first.get("content") or "")
         else:
-            given = request.prompts()[number]
             text = given if isinstance(given, str) else self._prompts.tokenizer.decode(prompt[-DECODED_TOKENS:])
         found = length_features.text_features(text)
         found += length_features.request_features(len(prompt), sampling, stops=len(request.stops()), turns=turns, system=system)
@@ -306,19 +382,21 @@ class RequestPlanner:
             model, adapter = name, found
         return model, adapter
 
-    async def _chat_prompt(
-        self, request: ChatRequest, template: ChatTemplate | ForeignTemplate, profile: Profile
+    def _for_rendering(
+        self, request: ChatRequest, template: ForeignTemplate
+    ) -> tuple[_Told, list[dict[str, Any]], dict[str, Any]]:
+        """The images of a chat whose template is rendered elsewhere, the messages for the template, and how it renders them."""
+        images, how = self._images(request, template), _how(request, template)
+        return _Told(images), conversation.read_by(request.messages, template), how
+
+    def _chat_prompt(
+        self, request: ChatRequest, template: ChatTemplate | ForeignTemplate, profile: Profile, rendered: str | None
     ) -> list[list[int]]:
-        tokens = await self._prompts.chat(
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=bool(request.continue_final_message),
-            add_special_tokens=bool(request.add_special_tokens),
-            variables=_variables(request, template),
-            template=template,
-            whole=profile.whole,
-            longest=self._longest(request),
-        )
+        special, whole, longest = bool(request.add_special_tokens), profile.whole, self._longest(request)
+        if isinstance(template, ChatTemplate):
+            rendered = template.render(conversation.read_by(request.messages, template), **_how(request, template))
+        assert rendered is not None
+        tokens = self._prompts.rendered(rendered, add_special_tokens=special, whole=whole, longest=longest)
         return [self._checked(self._truncated(request, tokens), "messages")]
 
     def _images(self, request: ChatRequest, template: ChatTemplate | ForeignTemplate) -> list[Image]:
@@ -362,15 +440,15 @@ class RequestPlanner:
             short_ids=options.tool_call_parser == "mistral",
         )
 
-    async def _text_prompts(self, request: CompletionRequest, profile: Profile) -> list[list[int]]:
+    def _text_prompts(self, request: CompletionRequest, profile: Profile) -> tuple[list[list[int]], list[str | list[int]]]:
+        """The tokens of each prompt, and the prompts as the client gave them."""
         given = request.prompts()
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         special = request.add_special_tokens is not False
-        tokenized = iter(
-            await self._prompts.texts(texts, add_special_tokens=special, whole=profile.whole, longest=self._longest(request))
-        )
+        longest, whole = self._longest(request), profile.whole
+        tokenized = iter(self._prompts.texts(texts, add_special_tokens=special, whole=whole, longest=longest))
         prompts = [next(tokenized) if isinstance(prompt, str) else self._known(prompt) for prompt in given]
-        return [self._checked(self._truncated(request, tokens), "prompt") for tokens in prompts]
+        return [self._checked(self._truncated(request, tokens), "prompt") for tokens in prompts], given
 
     def _longest(self, request: ChatRequest | CompletionRequest) -> int | None:
         """The largest useful number of prompt tokens; None for any number."""
@@ -418,12 +496,12 @@ class RequestPlanner:
                 param=field,
             )
 
-    async def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words: at the beginning of a text and, where that differs, after a space (as vLLM)."""
         if not words:
             return ()
-        bare = await self._prompts.texts([word.lstrip() for word in words], add_special_tokens=False)
-        spaced = await self._prompts.texts([" " + word.lstrip() for word in words], add_special_tokens=False)
+        bare = self._prompts.texts([word.lstrip() for word in words], add_special_tokens=False)
+        spaced = self._prompts.texts([" " + word.lstrip() for word in words], add_special_tokens=False)
         found = [tuple(tokens) for tokens in bare]
         found += [tuple(b) for a, b in zip(bare, spaced, strict=True) if a and b and a[0] != b[0] and len(a) == len(b)]
         if not all(found):
@@ -494,16 +572,26 @@ class RequestPlanner:
             out[int(key)] = bias
         return out
 
-    def _echoes(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]], n: int) -> list[str]:
+    def _echoes(
+        self, request: ChatRequest | CompletionRequest, given: list[str | list[int]], prompts: list[list[int]], n: int
+    ) -> list[str]:
         if isinstance(request, ChatRequest) or not request.echo:
             return [""] * (len(prompts) * n)
-        given = request.prompts()
         whole = request.truncate_prompt_tokens is None
         texts = [
-            text if isinstance(text, str) and whole else self._prompts.tokenizer.decode(tokens, skip_special_tokens=True)
+            text if isinstance(text, str) and whole else self._prompts.text(tokens, skip_special_tokens=True)
             for text, tokens in zip(given, prompts, strict=True)
         ]
         return [text for text in texts for _ in range(n)]
+
+
+def _how(request: ChatRequest, template: ChatTemplate | ForeignTemplate) -> dict[str, Any]:
+    """How the template renders the messages."""
+    return {
+        "add_generation_prompt": request.add_generation_prompt is not False,
+        "continue_final_message": bool(request.continue_final_message),
+        "variables": _variables(request, template),
+    }
 
 
 def _variables(request: ChatRequest, template: ChatTemplate | ForeignTemplate) -> dict[str, Any] | None:

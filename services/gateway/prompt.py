@@ -1,22 +1,15 @@
 """Prompts to tokens: the tokenizer, the chat template and the other small files of a model directory. Imports no torch.
 
-Results equal those of `transformers`' `apply_chat_template` and tokenizer call for the same files. Short texts are tokenized
-in the event loop, long ones in threads, so that no prompt stalls the token streams:
-
-    requests        `THREADS` threads; a text that cannot fit the context is refused before it is tokenized
-    /tokenize       a thread of its own, so that it delays no request; at most `COUNTED_CHARS_MAX` characters
-
-The queue for threads is bounded in number and characters; beyond that clients get 429.
+Results equal those of `transformers`' `apply_chat_template` and tokenizer call for the same files. Nothing here waits: callers
+put what may take long into a thread (`lanes`). A text that cannot fit the context is refused before it is tokenized.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
@@ -24,19 +17,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from motet.services.gateway import conversation
 from motet.shared.chat_templates import ChatTemplate, served_templates
 from motet.shared.config import ConfigError
-from motet.shared.errors import BadRequest, Overloaded, PromptTooLong
+from motet.shared.errors import BadRequest, PromptTooLong
 from motet.shared.generation_config import generation_defaults, read_generation_config
 from motet.shared.hf_config import LENGTH_MAX, UnsupportedModel, read_config, size_in
 from motet.shared.tokenizer import UnusableFile, load_tokenizer, read_texts
 
-T = TypeVar("T")
-INLINE_CHARS = 4096  # about 1.5 ms of tokenization
-MESSAGE_CHARS = 32  # rendering a message costs about as much as tokenizing so many characters
-THREADS = 2
-WAITING_MAX = 256  # long prompts in the threads or waiting for one
-WAITING_CHARS_MAX = 32 << 20
+OFFSETS_CHARS = 4096  # longer texts are tokenized without offsets
 COUNTED_CHARS_MAX = 1 << 20  # of one /tokenize: some seconds
-COUNTED_WAITING_MAX = 16
 NFC_CHARS_MAX = 4  # characters that NFC composes to one, at most
 
 
@@ -57,7 +44,7 @@ class Prompts:
         try:
             config = read_config(model_dir)
             self.context_length = size_in(config, "max_position_embeddings", most=LENGTH_MAX)
-            vocab_size = size_in(config, "vocab_size", default=0)
+            vocab_size = size_in(config, "vocab_size", default=1)
             self.defaults = generation_defaults(read_generation_config(model_dir))
         except UnsupportedModel as error:
             raise ConfigError(f"--model: {error}") from None
@@ -74,15 +61,8 @@ class Prompts:
         self.templates = served_templates(model_dir, chat_template, texts, loaded.special)
         """The chat templates of the base model, or the one of `--chat-template`."""
         self._token_chars_max = _token_chars_max(self.tokenizer)
-        self._requests = _Lane("tokenize", THREADS, WAITING_MAX, WAITING_CHARS_MAX)
-        self._counting = _Lane("count-tokens", 1, COUNTED_WAITING_MAX, WAITING_CHARS_MAX)
 
-    def close(self) -> None:
-        """Stop the threads."""
-        self._requests.close()
-        self._counting.close()
-
-    async def chat(
+    def chat(
         self,
         messages: list[dict[str, Any]],
         *,
@@ -90,7 +70,7 @@ class Prompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         variables: dict[str, Any] | None = None,
-        template: ChatTemplate | ForeignTemplate | None = None,
+        template: ChatTemplate | None = None,
         whole: Mapping[str, int] | None = None,
         longest: int | None = None,
         counting: bool = False,
@@ -102,31 +82,31 @@ class Prompts:
         `variables`: what the template reads besides the messages, such as `tools`. `template`: used instead of the model's.
         `whole`: texts that are one token each, beside those that the tokenizer knows to be.
         `longest`: largest useful number of tokens; a text that must have more raises PromptTooLong before it is tokenized.
-        `counting`: for /tokenize, which has its own thread and limit.
+        `counting`: for /tokenize, which takes at most `COUNTED_CHARS_MAX` characters.
         """
         template = template or self.templates.chosen(tools=bool(variables and variables.get("tools")))
-        messages = conversation.parts(messages) if template.takes_images else conversation.texts(messages)
-        size = sum(MESSAGE_CHARS + _chars(message) for message in messages) + (_chars(variables) if variables else 0)
+        text = template.render(
+            conversation.read_by(messages, template),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        return self.rendered(text, add_special_tokens=add_special_tokens, whole=whole, longest=longest, counting=counting)
 
-        how: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "variables": variables,
-        }
+    def rendered(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        whole: Mapping[str, int] | None = None,
+        longest: int | None = None,
+        counting: bool = False,
+    ) -> list[int]:
+        """Tokens of a conversation that a chat template made a text of; arguments and errors as of `chat`."""
+        self._refuse_long(text, longest, counting, "messages")
+        return self._plain(text, add_special_tokens, whole)
 
-        def tokens(text: str) -> list[int]:
-            self._refuse_hopeless(text, longest, "messages")
-            return self._plain(text, add_special_tokens, whole)
-
-        if isinstance(template, ChatTemplate):
-            here = template
-            return await self._run(lambda: tokens(here.render(messages, **how)), size, counting=counting, param="messages")
-        if counting and size > COUNTED_CHARS_MAX:  # before it is rendered
-            raise BadRequest(f"messages: at most {COUNTED_CHARS_MAX} characters at once, not {size}", param="messages")
-        text = await template.render(messages, **how)
-        return await self._run(lambda: tokens(text), len(text), counting=counting, param="messages")
-
-    async def texts(
+    def texts(
         self,
         texts: list[str],
         *,
@@ -141,30 +121,23 @@ class Prompts:
         `whole`, `longest` and `counting` as in `chat`.
         """
         for text in texts:
-            self._refuse_hopeless(text, longest, param)
+            self._refuse_long(text, longest, counting, param)
+        return [self._plain(text, add_special_tokens, whole) for text in texts]
 
-        def work() -> list[list[int]]:
-            return [self._plain(text, add_special_tokens, whole) for text in texts]
+    def text(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        if len(tokens) <= OFFSETS_CHARS:
+            return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        # this call does not keep the interpreter's lock
+        return self.tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)[0]
 
-        return await self._run(work, sum(map(len, texts)), counting=counting, param=param)
-
-    async def text(self, tokens: list[int]) -> str:
-        """The text of tokens, special ones included."""
-
-        def work() -> str:
-            return self.tokenizer.decode(tokens, skip_special_tokens=False)
-
-        return await self._run(work, len(tokens), counting=True, param="tokens")
-
-    async def names(self, tokens: list[int]) -> list[str | None]:
+    def names(self, tokens: list[int]) -> list[str | None]:
         """The vocabulary's names of tokens."""
+        return [self.tokenizer.id_to_token(token) for token in tokens]
 
-        def work() -> list[str | None]:
-            return [self.tokenizer.id_to_token(token) for token in tokens]
-
-        return await self._run(work, len(tokens), counting=True, param="tokens")
-
-    def _refuse_hopeless(self, text: str, longest: int | None, param: str) -> None:
+    def _refuse_long(self, text: str, longest: int | None, counting: bool, param: str) -> None:
+        if counting and len(text) > COUNTED_CHARS_MAX:
+            raise BadRequest(f"{param}: at most {COUNTED_CHARS_MAX} characters at once, not {len(text)}", param=param)
         if longest is not None and self._token_chars_max and len(text) > longest * self._token_chars_max:
             raise PromptTooLong.of(
                 longest,
@@ -181,52 +154,12 @@ class Prompts:
                 for part in parts:
                     ids += [(whole or {})[one], *self._plain(part, False, rest)]
                 return ids
-        if len(text) <= INLINE_CHARS:
+        if len(text) <= OFFSETS_CHARS:
             ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         else:  # without offsets: a third less time, and much less memory to give back with the interpreter's lock held
             ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         doubled = add_special_tokens and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
         return ids[1:] if doubled else ids
-
-    async def _run(self, work: Callable[[], T], size: int, *, counting: bool, param: str) -> T:
-        if counting and size > COUNTED_CHARS_MAX:
-            raise BadRequest(f"{param}: at most {COUNTED_CHARS_MAX} characters at once, not {size}", param=param)
-        if size <= INLINE_CHARS:
-            return work()
-        return await (self._counting if counting else self._requests).run(work, size)
-
-
-class _Lane:
-    """Threads for long work and the bounded queue before them."""
-
-    def __init__(self, name: str, threads: int, waiting_max: int, chars_max: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._waiting_max, self._chars_max = waiting_max, chars_max
-        self._waiting = self._chars = 0
-
-    async def run(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work` on `size` characters. Raises Overloaded when the queue is full."""
-        if self._waiting >= self._waiting_max or (self._waiting and self._chars + size > self._chars_max):
-            raise Overloaded(f"{self._waiting} long texts are already being tokenized", retry_after_s=1.0)
-        running = self._threads.submit(work)
-        self._waiting += 1
-        self._chars += size
-        loop = asyncio.get_running_loop()
-        # counted until the thread is done with it, also when its client has gone
-        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done, size))
-        return await asyncio.wrap_future(running)
-
-    def _done(self, size: int) -> None:
-        self._waiting -= 1
-        self._chars -= size
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _chars(values: dict[str, Any]) -> int:
-    """The approximate number of characters that a template makes of a message."""
-    return sum(len(value) if isinstance(value, str) else len(str(value)) for value in values.values())
 
 
 def _token_chars_max(tokenizer: Tokenizer) -> int:

@@ -18,6 +18,7 @@ from motet.services.gateway import conversation, fields, structured
 from motet.services.gateway.nesting import TOO_DEEP, check_depth, deep_field
 from motet.services.gateway.structured import ResponseFormat, StructuredOutputs, Text
 from motet.shared.errors import BadRequest
+from motet.shared.generation_config import MaxTokens, MinP, RepetitionPenalty, Temperature, TopK, TopP
 from motet.shared.messages import Image
 from motet.shared.model import StructuredOutput
 
@@ -108,19 +109,13 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX, description="Choices per prompt.")] | None = None
     max_tokens: (
         Annotated[
-            int,
-            Meta(
-                ge=1,
-                le=1 << 31,
-                description="Maximum tokens to generate; prompt and output together must fit the context length.",
-            ),
+            MaxTokens,
+            Meta(description="Maximum tokens to generate; prompt and output together must fit the context length."),
         ]
         | None
     ) = None
-    temperature: Annotated[float, Meta(ge=0, le=2, description="Sampling temperature; 0: greedy.")] | None = None
-    top_p: (
-        Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling: total probability of the tokens to draw from.")] | None
-    ) = None
+    temperature: Annotated[Temperature, Meta(description="Sampling temperature; 0: greedy.")] | None = None
+    top_p: Annotated[TopP, Meta(description="Nucleus sampling: total probability of the tokens to draw from.")] | None = None
     presence_penalty: (
         Annotated[float, Meta(ge=-2, le=2, description="Subtracted from the logit of each token that is in the output.")] | None
     ) = None
@@ -153,16 +148,10 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     best_of: Annotated[int, Meta(description="Must equal `n`.")] | None = None
     # vLLM
-    top_k: (
-        Annotated[int, Meta(ge=-1, le=1 << 31, description="Draw from the k most likely tokens; 0 or -1: from all.")] | None
-    ) = None
-    min_p: (
-        Annotated[float, Meta(ge=0, le=1, description="Minimum probability of a token, relative to the most likely one.")]
-        | None
-    ) = None
+    top_k: Annotated[TopK, Meta(description="Draw from the k most likely tokens; 0 or -1: from all.")] | None = None
+    min_p: Annotated[MinP, Meta(description="Minimum probability of a token, relative to the most likely one.")] | None = None
     repetition_penalty: (
-        Annotated[float, Meta(ge=0.01, le=10, description="Penalty factor for tokens in the prompt or output, as in vLLM.")]
-        | None
+        Annotated[RepetitionPenalty, Meta(description="Penalty factor for tokens in the prompt or output, as in vLLM.")] | None
     ) = None
     min_tokens: (
         Annotated[int, Meta(ge=0, le=1 << 31, description="Minimum tokens before an ending token or stop token may be drawn.")]
@@ -271,6 +260,9 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def prompt_logprobs_wanted(self) -> tuple[str, int] | None:
         """The field that asks for log-probabilities of the prompt, and how many alternatives it asks for; None without one."""
         return None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs)
+
+    def forget_content(self) -> None:
+        """Drop what only a prompt is made of: a request is kept as long as it runs, and its prompt is tokens by then."""
 
     def check(self) -> None:
         """Raises BadRequest naming the first field that asks for what is not served."""
@@ -385,6 +377,9 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         """The messages with text content joined to one string. Raises BadRequest naming the message."""
         return conversation.texts(self.messages)
 
+    def forget_content(self) -> None:
+        self.messages, self.tools, self.documents, self.chat_template_kwargs = [], None, None, None
+
     def take_images(self) -> list[Image]:
         """The images of the messages, in order; they are taken out. Raises BadRequest naming the part."""
         return conversation.take_images(self.messages)
@@ -438,6 +433,9 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     def logprobs_wanted(self) -> int | None:
         """How many alternatives to each token are asked for; None without log-probabilities."""
         return self.logprobs
+
+    def forget_content(self) -> None:
+        self.prompt = None
 
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts, as text or token ids. Raises BadRequest."""
@@ -536,6 +534,7 @@ def parse(body: bytes) -> ChatRequest | CompletionRequest:
 
 KEYS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _AT = re.compile(r"^(.*?) - at (?:`key` in )?`\$\.?(.*?)`$", re.DOTALL)
+_REASON_CHARS_MAX = 4096  # a field's name may have megabytes
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`", re.DOTALL)
 
@@ -564,6 +563,8 @@ def decode(body: bytes, decoder: Any) -> Any:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         text = str(error)
+        if len(text) > _REASON_CHARS_MAX:
+            text = text[:_REASON_CHARS_MAX] + "`" + text[-_REASON_CHARS_MAX:].partition("`")[2]
         found = _AT.match(text)
         reason, param = (found[1], found[2].replace("[...]", "")) if found else (text, "")
         if unknown := _UNKNOWN.search(reason):

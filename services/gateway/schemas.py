@@ -29,6 +29,12 @@ class ErrorAnswer(_Answer):
     error: Error
 
 
+Fingerprint = Annotated[
+    str,
+    Meta(description="Hash of base model, adapter, engine and its settings; changes where equal seeds may give other answers."),
+]
+
+
 class CachedTokens(_Answer):
     """Prompt tokens that needed no computation."""
 
@@ -135,6 +141,7 @@ class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: Fingerprint
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: TokenIds | UnsetType = UNSET
@@ -161,6 +168,7 @@ class Completion(_Answer):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: Fingerprint
     choices: list[TextChoice]
     usage: Usage
 

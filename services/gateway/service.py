@@ -11,6 +11,7 @@ import gc
 import logging
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.idempotency import Once
 from motet.services.gateway.intake import Intake
+from motet.services.gateway.lanes import Lanes
 from motet.services.gateway.limits import Limits
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import RequestPlanner
@@ -47,6 +49,9 @@ KEEP_ALIVE_S = 75  # longer than what clients and balancers keep idle connection
 LINGER_S = 0.25  # for requests on connections that were just made to a gateway that leaves a shared socket
 ARRIVING_S = 2.0  # for the rest of their heads, or a first one, on a busy machine
 POLL_S = 0.05
+SWITCH_S = (
+    0.0005  # a thread that works on a long request gives the interpreter back so soon; Python's default is ten times that
+)
 SHUTDOWN_S = 2  # for answers that are on their way out after the drain
 
 
@@ -78,7 +83,8 @@ class GatewayService:
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
         self.prompts, detokenizer = await asyncio.to_thread(_load, config)
-        self._stack.callback(self.prompts.close)
+        self.lanes = Lanes()
+        self._stack.callback(self.lanes.close)
         self._waits_for = "NATS"
         self.bus = await Bus.connect(config.bus, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
@@ -86,7 +92,7 @@ class GatewayService:
         self._waits_for = "the registry, which sets up NATS"
         await self.keys.start(self.bus)
         self._stack.push_async_callback(self.keys.stop)
-        self.adapters = AdapterWatch(self.bus, self._on_adapters)
+        self.adapters = AdapterWatch(self.bus, self._on_adapters, chats=True)
         self.fleet = Fleet(self.bus, config.base.name)
         self.owner = Owner(
             self.bus,
@@ -108,7 +114,7 @@ class GatewayService:
             profiles,
             lambda: self.bus.max_payload,
         )
-        self.intake = Intake(self.bus, self.owner, self.planner, config, self.limits)
+        self.intake = Intake(self.bus, self.owner, self.planner, self.lanes.durable, config, self.limits)
         self.placements = PlacementWatch(self.bus, ">")
         await self.adapters.start()
         await self.placements.start()
@@ -288,4 +294,5 @@ def _load(config: GatewayConfig) -> tuple[Prompts, Detokenizer]:
 
 def main(config: GatewayConfig) -> int:
     """Run a gateway until it is told to stop; returns the exit status."""
+    sys.setswitchinterval(SWITCH_S)
     return run(GatewayService(config), config)

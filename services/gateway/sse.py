@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from motet.services.gateway import answers
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.http import SERVER_SEND
+from motet.services.gateway.made_by import MadeBy
 from motet.services.gateway.planner import RequestPlan
 from motet.services.gateway.stream import Signal, Stream, TextDelta
 from motet.shared.errors import MotetError
@@ -31,11 +32,15 @@ _MARK = "\x00text\x00"
 class SseResponse(Response):
     """Serves the streams of one plan and cancels them when it ends for any reason."""
 
-    def __init__(self, plan: RequestPlan, streams: list[Stream], signal: Signal, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, plan: RequestPlan, streams: list[Stream], signal: Signal, detokenizer: Detokenizer, made_by: MadeBy
+    ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
         del self.headers["content-length"]
+        self.headers.update(made_by.headers)
+        self._head = answers.head(plan) | {"system_fingerprint": made_by.fingerprint}  # of every chunk
         self._plan, self._streams, self._signal, self._detokenizer = plan, streams, signal, detokenizer
         self._gone = False
         self._sent = self._due = False  # something since the last beat; a keep-alive comment
@@ -120,7 +125,7 @@ class SseResponse(Response):
                 break
             if not running:
                 if self._usage:
-                    body = answers.head(self._plan) | {"choices": [], "usage": answers.usage(self._plan, self._streams)}
+                    body = self._head | {"choices": [], "usage": answers.usage(self._plan, self._streams)}
                     parts += (b"data: ", orjson.dumps(body), b"\n\n")
                 parts.append(DONE)
                 break
@@ -146,7 +151,7 @@ class SseResponse(Response):
 
     def _event(self, choice: int, content: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
         body = {"index": choice} | content | {"logprobs": None, "finish_reason": None}
-        event = answers.head(self._plan) | {"choices": [body]} | (beside or {})
+        event = self._head | {"choices": [body]} | (beside or {})
         if self._usage:
             event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
         return b"data: " + orjson.dumps(event) + b"\n\n"
@@ -195,7 +200,7 @@ class SseResponse(Response):
         body["finish_reason"] = finish
         if delta.finish is not None:
             body["stop_reason"] = delta.stop_reason
-        event = answers.head(self._plan) | {"choices": [body]}
+        event = self._head | {"choices": [body]}
         if self._usage:
             event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
         return b"data: " + orjson.dumps(event) + b"\n\n"

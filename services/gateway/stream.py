@@ -5,8 +5,8 @@
     async for delta in stream: ...                  raises the MotetError that ended it; the last delta has `finish`
     stream.cancel()                                 at any time; the worker is told at once
 
-The Owner pushes tokens in order, the finish or a failure; one caller takes them. The buffer between them is bounded: the
-request of a caller that does not keep up is ended.
+The Owner pushes tokens in order, the finish or a failure; one caller takes them. The buffer between them is bounded, in tokens
+and in bytes: the request of a caller that does not keep up is ended.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
 from motet.shared.messages import Image, StreamItem, TokenLogprobs
 from motet.shared.model import AdapterRef, EmbeddingParams, FinishReason, SamplingParams, Slo
+
+STREAM_BYTES_MAX = 4 << 20  # of deltas that the caller has not taken
+TEXT_BYTES, DELTA_BYTES, SCORE_BYTES = 64, 400, 80  # of memory for a token's text, for a delta, for each log-probability in it
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +102,8 @@ class Stream:
     """An owned request, made by `Owner.open`. The upper half of this class is for the caller, the lower half for the Owner."""
 
     __slots__ = (
+        "__weakref__",
+        "_delta_bytes",
         "_detokenizer",
         "_filter",
         "_limit",
@@ -168,7 +173,10 @@ class Stream:
         self._on_cancel = on_cancel
         self._ready: list[TextDelta] = []  # not taken yet, and after these:
         self._texts: list[str] = []  # the texts of the last tokens, one each, when there is nothing to tell but their text
-        self._limit = limit
+        self._delta_bytes = (
+            DELTA_BYTES if job.sampling.logprobs is None else DELTA_BYTES + SCORE_BYTES * (1 + job.sampling.logprobs)
+        )
+        self._limit = min(limit, STREAM_BYTES_MAX // self._delta_bytes)
 
     def _begin(self) -> None:
         job = self.job
@@ -183,6 +191,11 @@ class Stream:
     def ended(self) -> bool:
         """Whether `take` will return nothing more."""
         return not self._ready and not self._texts and (self.finish is not None or self.error is not None)
+
+    @property
+    def unread_bytes(self) -> int:
+        """About so much memory have the deltas that are ready and not taken."""
+        return TEXT_BYTES * len(self._texts) + self._delta_bytes * len(self._ready)
 
     def take(self) -> list[TextDelta]:
         """The deltas that are ready now, possibly none. Raises the MotetError that ended the request."""
@@ -239,7 +252,7 @@ class Stream:
         """
         texts = self._texts
         if len(texts) >= self._limit:
-            self._too_slow()
+            self.too_slow()
             return False
         self.tokens += new
         texts.append(self._text.push(new))
@@ -312,13 +325,14 @@ class Stream:
     def _deliver(self, delta: TextDelta) -> None:
         self.finish = delta.finish
         if len(self._ready) >= self._limit:
-            self._too_slow()
+            self.too_slow()
             return
         self._ready.append(delta)
         self.signal.set()
 
-    def _too_slow(self) -> None:
-        self.fail(SlowReader(f"{self._limit} tokens were ready and not read"))
+    def too_slow(self) -> None:
+        """End the stream because its caller does not take what is ready."""
+        self.fail(SlowReader(f"{len(self._texts) + len(self._ready)} tokens were ready and not read"))
         if self.on_slow is not None:
             self.on_slow()
 

@@ -27,6 +27,7 @@ _HALF = re.compile(r"([AB])(?:\.default)?\.weight")
 _COPY = re.compile(r"(?:.*\.)?(embed_tokens|lm_head)(?:\.base_layer)?\.weight")
 _PREFIX = "base_model.model."
 MAX_NAME_CHARS = 512  # of a tensor
+FOREIGN = " (it was trained for another base model: base_model_name_or_path in its adapter_config.json names it)"
 MAX_LEFT_OUT = 20  # modules that are named
 
 
@@ -104,7 +105,7 @@ def _place(tensor: Tensor, path: str, rest: str, base: BaseShapes) -> tuple[tupl
         raise _not_lora(tensor.key)
     layer, info = int(match[1]), tensor.info
     if layer >= base.layers:
-        raise InvalidAdapter(f"tensor {tensor.key}: the base model has layers 0 to {base.layers - 1}")
+        raise InvalidAdapter(f"tensor {tensor.key}: the base model has layers 0 to {base.layers - 1}{FOREIGN}")
     if info.dtype not in DTYPE_BYTES:
         raise InvalidAdapter(f"tensor {tensor.key}: dtype {shown(info.dtype)}, one of {', '.join(DTYPE_BYTES)} is expected")
     if len(info.shape) != 2 or min(info.shape) < 1:
@@ -157,9 +158,13 @@ def _summary(loras: Mapping[str, object], chosen: set[str]) -> tuple[str, ...]:
 def _check_shapes(a: Tensor, b: Tensor, linear: tuple[int, int], rank: int, rank_from: str) -> None:
     (rank_a, size_in), (size_out, rank_b) = a.info.shape, b.info.shape
     if size_in != linear[0]:
-        raise InvalidAdapter(f"tensor {a.key}: shape {a.info.shape}, but the base model's layer has {linear[0]} inputs")
+        raise InvalidAdapter(
+            f"tensor {a.key}: shape {a.info.shape}, but the base model's layer has {linear[0]} inputs{FOREIGN}"
+        )
     if size_out != linear[1]:
-        raise InvalidAdapter(f"tensor {b.key}: shape {b.info.shape}, but the base model's layer has {linear[1]} outputs")
+        raise InvalidAdapter(
+            f"tensor {b.key}: shape {b.info.shape}, but the base model's layer has {linear[1]} outputs{FOREIGN}"
+        )
     for tensor, actual in ((a, rank_a), (b, rank_b)):
         if actual != rank:
             raise InvalidAdapter(f"tensor {tensor.key}: rank {actual}, but {rank_from} says {rank}", param="r")

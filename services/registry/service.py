@@ -35,6 +35,7 @@ from motet.services.registry.store import AdapterStore, check_name
 from motet.services.registry.unpack import MAX_OTHER_BYTES
 from motet.services.registry.usage import IDLE_S, Usage
 from motet.shared import subjects
+from motet.shared.adapter_chat import WITHOUT
 from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.audit import Audit, AuditEvent
 from motet.shared.base_shapes import BaseShapes, read_shapes
@@ -80,6 +81,7 @@ T = TypeVar("T")
 
 BASE_FILES = ("config.json", "tokenizer.json", CONFIG_FILE, SPECIAL_MAP_FILE, ADDED_FILE)
 """What the registry reads of a base model; of a model by hub id no weights are downloaded."""
+CHATS_BYTES_MAX, TENANT_CHATS_BYTES_MAX = 64 << 20, 4 << 20  # of different ones; a usual chat template has 4 KiB
 LOCAL_SLOTS = 2  # adapters being read, checked and stored at once: each needs about twice its size in memory
 HUB_SLOTS = 2
 MAX_WAITING = 64  # registrations that may wait for a slot; more are refused
@@ -170,7 +172,7 @@ class RegistryService:
         self._store = AdapterStore(bus, lambda digest: self._usage.idle(digest, now_s()), config.limits.older_versions)
         await self._store.start()
         self._audit = Audit(bus)
-        self._adapters = AdapterWatch(bus)
+        self._adapters = AdapterWatch(bus, chats=True)
         await self._adapters.start()
         self._followers = Followers(self._store, self._adapters)
         if foreign := sorted({v.base_model for v in self._adapters.versions()} - {config.base.name}):
@@ -301,6 +303,8 @@ class RegistryService:
             chat=chat_digest,
         )
         self._check_storage(ask, version)
+        if chat is not None:
+            self._check_chats(ask, chat_digest, len(msgspec.json.encode(chat)))
         return await self._store.publish(
             ask.name,
             version,
@@ -425,6 +429,16 @@ class RegistryService:
             raise Conflict(
                 f"this tenant's adapters would take more than {limit_mib} MiB, which is its limit (--max-tenant-stored-mib): "
                 "delete one first"
+            )
+
+    def _check_chats(self, ask: RegisterAdapter, digest: str, size_bytes: int) -> None:
+        """Raise if what it brings for chats takes more room than there is: every gateway keeps all of it in memory."""
+        chats, owned = self._adapters.chats, self._adapters.owned_chats(ask.tenant) - {digest}
+        if digest not in chats and sum(map(len, chats.values())) + size_bytes > CHATS_BYTES_MAX:
+            raise Conflict(f"different chat templates take more than {CHATS_BYTES_MAX} bytes, which is the limit; {WITHOUT}")
+        if ask.tenant and sum(len(chats.get(one, b"")) for one in owned) + size_bytes > TENANT_CHATS_BYTES_MAX:
+            raise Conflict(
+                f"this tenant's chat templates take more than {TENANT_CHATS_BYTES_MAX} bytes, which is its limit; {WITHOUT}"
             )
 
     def _check_pin(self, ask: PinAdapter, workers: tuple[str, ...]) -> None:

@@ -256,8 +256,8 @@ async def test_a_child_that_crashes_as_it_is_restarted_is_not_waited_for_twice(s
     running = stage.supervise(only := stage.fake("only"))
     await running.start()
     os.kill(only.pid, signal.SIGKILL)
-    await eventually(lambda: only.exit_code() is not None)
-    await asyncio.wait_for(running.bounce("only", ready_s=10), 12)
+    await eventually(lambda: running.restarts["only"] == 1, every_s=0.01)
+    await running.bounce("only", ready_s=10)
     assert only.exit_code() is None and stage.journal().count("only started") == 2
     before = only.pid
     await running.bounce("only", ready_s=10)

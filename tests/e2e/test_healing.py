@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 from typing import Any
 
 import pytest
@@ -39,6 +40,15 @@ async def test_streams_continue_when_their_worker_is_killed(stack: LiveStack, cl
 @pytest.mark.parametrize("service", ["predictor", "scheduler-1", "registry", "gateway-1", "worker-2", "nats"])
 async def test_any_process_may_die(stack: LiveStack, client: Client, service: str) -> None:
     await healed(stack, client, service, stack.kill(service))
+    assert await answered(client, "upper-case", "hello there") == "HELLO THERE"
+
+
+async def test_an_embedded_broker_that_cannot_write_any_more_is_replaced(stack: LiveStack, client: Client) -> None:
+    """As after a full disk, whose error it would keep until its end. Leases fail to be renewed at once."""
+    pid = stack.pid("nats")
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    await healed(stack, client, "nats", pid)
+    assert "nothing is stored since the disk of" in stack.output.read_text()
     assert await answered(client, "upper-case", "hello there") == "HELLO THERE"
 
 

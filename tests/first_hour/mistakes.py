@@ -115,7 +115,7 @@ MISTAKES = (
     Mistake("a port in use", port_in_use, "in use", "--port 0"),
     Mistake("a misspelt adapter", misspelt_adapter, "uper-case", "upper-case"),
     Mistake("an adapter of too large a rank", adapter_of_a_large_rank, "rank 512", "--max-lora-rank"),
-    Mistake("an adapter of another base model", adapter_of_another_base, "shape|layers|wide|features", "base"),
+    Mistake("an adapter of another base model", adapter_of_another_base, "shape|layers", "another base model"),
     Mistake("a misspelt field", misspelt_field, "max_token", "max_tokens"),
     Mistake(
         "a chat without a template", chat_with_a_base_model_without_template, "template", "--chat-template|/v1/completions"

@@ -20,14 +20,15 @@ from pathlib import Path
 
 from bench.report import table
 from motet.shared.clock import now_s
-from tests.fuzz import adapters, bus, connections, doors, http, messages, owner
+from tests.fuzz import adapters, bus, connections, doors, http, messages, owner, stalls
 from tests.fuzz.mesh import FuzzMesh
 
-PARTS = ("owner", "messages", "adapters", "http", "connections", "bus", "restart", "doors")
+PARTS = ("owner", "messages", "adapters", "http", "connections", "stalls", "bus", "restart", "doors")
 OWNER_CASES, MESSAGE_CASES, BUS_CASES = 8000, 1500, 30_000
 HTTP_S = 200.0
 IDLE, SLOW = 10_000, 200
 RACES, SILENT_TLS = 60, 3_000
+STALLS_EVERY = 4  # of the shapes of large bodies; the seed says which
 
 
 @dataclass
@@ -35,7 +36,13 @@ class Found:
     """The findings of all parts. `figures` are printed in the line of JSON."""
 
     figures: dict[str, int] = field(
-        default_factory=lambda: {"cases": 0, "server_errors": 0, "malformed_adapters": 0, "accepted_malformed": 0}
+        default_factory=lambda: {
+            "cases": 0,
+            "server_errors": 0,
+            "malformed_adapters": 0,
+            "accepted_malformed": 0,
+            "worst_stall_ms": 0,
+        }
     )
     rows: list[tuple[str, int, str, float, str]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -86,6 +93,13 @@ class Fuzz:
             f" {seen.grown_bytes >> 20}, slowest good request: {seen.slowest_s:.2f} s"
         )
         return seen.cases, what, [seen.trouble] if seen.trouble else []
+
+    async def stalls(self) -> tuple[int, str, list[str]]:
+        seen = await stalls.fuzz(self.mesh, STALLS_EVERY, self.seed)
+        self.found.add(worst_stall_ms=round(seen.worst_stall_ms))
+        what = f"large bodies; ms in which nobody was answered: {seen.worst_stall_ms:.0f}, before: {seen.quiet_ms:.0f};"
+        what += f" between two tokens of others: {seen.worst_gap_ms:.0f}; MiB for bodies under way: {seen.grown_bytes >> 20}"
+        return seen.cases, what, seen.wrong
 
     async def bus(self) -> tuple[int, str, list[str]]:
         sent, trouble = await bus.fuzz(self.mesh, BUS_CASES, self.seed)

@@ -229,3 +229,11 @@ def test_a_model_that_is_always_too_high_is_corrected():
     for _ in range(600):
         calibration.observe("d", 0.5, model_loss=2.0, adapter_loss=1.0)
     assert not calibration.model_is_better("d")
+
+
+def test_an_adapter_whose_answers_end_above_the_models_quantiles_gets_longer_ones():
+    predictor = taught(prompts(500))
+    for adapter, level in [("long", 0.98), ("short", 0.02)] * 60:
+        predictor.calibration.observe(adapter, level, model_loss=0.1, adapter_loss=1.0)
+    text = "list five facts about birds and bread"
+    assert p50(predictor, text, "long") > 1.3 * p50(predictor, text, "short")

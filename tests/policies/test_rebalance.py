@@ -73,6 +73,17 @@ def test_a_missed_objective_is_pressure_too() -> None:
     assert ask(Rebalancer(RebalanceConfig(wait_ms=1e6)), cluster(8, 0, ttft_slo_ms=200.0), 1.0)
 
 
+def test_the_objectives_of_running_requests_are_no_pressure() -> None:
+    """They have their first token. Those that wait have 60 s."""
+    state = cluster(8, 0, ttft_slo_ms=200.0)
+    for number in range(4, 8):
+        state.put_request("w0", RequestBrief(f"r0-{number}", 0, "", 0, 100, 0, 100, "waiting", 0.0, 60_000.0), 0.0)
+    assert not ask(Rebalancer(RebalanceConfig(wait_ms=1e6)), state, 1.0)
+    state.put_request("w0", RequestBrief("r0-7", 0, "", 0, 100, 0, 100, "waiting", 0.0, 200.0), 0.0)
+    (question,) = ask(Rebalancer(RebalanceConfig(wait_ms=1e6)), state, 1.0)
+    assert question.pressure.late == 1
+
+
 def test_silent_and_draining_workers_take_no_part() -> None:
     assert not ask(Rebalancer(CONFIG), cluster(12, 0), 10.0), "silent"
     assert not ask(Rebalancer(CONFIG), cluster(12, 0, draining=(1,)), 1.0)

@@ -166,7 +166,7 @@ def _family(config: Mapping[str, Any]) -> str:
     names, kind = config.get("architectures"), config.get("model_type")
     if names is None:
         names = [name for name, its in FAMILIES.items() if its == kind]
-    found = next((name for name in names if name in FAMILIES), None) if isinstance(names, list) else None
+    found = next((name for name in map(str, names) if name in FAMILIES), None) if isinstance(names, list) else None
     if found is None:
         raise refused("architectures", config.get("architectures"), f"one of {', '.join(FAMILIES)} is expected")
     if kind not in (None, FAMILIES[found]):

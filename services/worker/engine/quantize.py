@@ -24,8 +24,9 @@ from motet.services.worker.engine.checkpoint import check_files, projection_name
 from motet.services.worker.engine.model_config import read_model_config
 from motet.services.worker.engine.safetensors_files import INDEX, opened
 from motet.shared.hf_config import UnsupportedModel
+from motet.shared.tokenizer import TEMPLATES_DIR
 
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+COPIED = ("*.json", "*.jinja", f"{TEMPLATES_DIR}/*.jinja", "*.model", "*.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +118,6 @@ def _copy_others(model_dir: Path, to: Path) -> None:
     for pattern in COPIED:
         for path in model_dir.glob(pattern):
             if path.is_file() and path.name not in ("config.json", INDEX):
-                shutil.copyfile(path, to / path.name)
+                copy = to / path.relative_to(model_dir)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)

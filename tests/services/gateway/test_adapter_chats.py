@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from motet.services.gateway.profiles import Profiles
+from motet.services.gateway.profiles import ForeignTemplate, Profiles
 from motet.services.gateway.prompt import Prompts
 from motet.services.gateway.rendering import TENANT_WAITING_MAX, Renderers
 from motet.services.gateway.service import GatewayService
@@ -23,6 +23,7 @@ from motet.shared import subjects
 from motet.shared.adapter_chat import AdapterChat, Template, read_chat
 from motet.shared.bus import Bus
 from motet.shared.chat_sandbox import Render
+from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, Overloaded
 from motet.shared.messages import unpack_tokens
@@ -101,8 +102,10 @@ async def test_prompts_are_those_of_transformers_for_the_adapters_files(tmp_path
     try:
         profile = profiles.of(chat.digest)
         template = profiles.template(profile, tools=bool(tools), tenant="a")
-        variables = {"tools": tools} if tools else None
-        found = await prompts.chat(USER, template=template, whole=profile.whole, variables=variables)
+        assert isinstance(template, ForeignTemplate)
+        found = prompts.rendered(
+            await template.render(USER, variables={"tools": tools} if tools else None), whole=profile.whole
+        )
     finally:
         await profiles.close()
     assert found == expected
@@ -113,9 +116,11 @@ async def test_a_template_that_the_base_has_too_starts_no_process(tmp_path: Path
     monkeypatch.setattr("asyncio.create_subprocess_exec", lambda *_, **__: pytest.fail("a process was started"))
     prompts, chat = Prompts(model), chat_of(FILES, model)
     profiles = Profiles(prompts, Stored(chat), enabled=True)
-    own = await prompts.chat(USER, template=profiles.template(profiles.of(chat.digest), tools=False, tenant="a"))
+    template = profiles.template(profiles.of(chat.digest), tools=False, tenant="a")
+    assert isinstance(template, ChatTemplate)
+    own = prompts.chat(USER, template=template)
     assert prompts.tokenizer.decode(own, skip_special_tokens=False) == "<s>[user]hello worldhell"
-    assert own != await prompts.chat(USER)  # the base's template with the adapter's eos_token
+    assert own != prompts.chat(USER)  # the base's template with the adapter's eos_token
 
 
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from motet.services.gateway import connections
+from motet.services.gateway import http as http_parts
 from motet.shared.clock import now_s
 from motet.shared.messages import unpack_tokens
 from tests.services.gateway.conftest import Mesh
@@ -181,6 +182,43 @@ async def test_a_request_that_offers_another_protocol_is_answered_over_this_one_
     writer.write(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     assert b" 200 " not in await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
     writer.close()
+
+
+@pytest.fixture
+def small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_parts, "BODIES_BYTES_MAX", 700_000)
+
+
+async def test_bodies_under_way_have_one_budget_and_give_it_back(small_budget: None, mesh: Mesh) -> None:
+    mesh.say("hello")
+
+    async def begin(body: bytes, size: int = 300_000) -> Streams:
+        streams = await connect_to(mesh.gateway.port, HEAD + b"content-length: %d\r\n\r\n" % size + body)
+        await asyncio.wait_for(streams[1].drain(), 10)
+        return streams
+
+    half = b'{"prompt": "x", "max_tokens": 1, "user": "' + b"x" * 250_000
+    held, other = await begin(half), await begin(half)
+    reader, writer = await begin(half)
+    assert b" 429 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    for stream in (writer, other[1]):
+        stream.close()
+        await stream.wait_closed()
+    held[1].write((b"x" * 300_000)[: 300_000 - len(half) - 2] + b'"}')
+    assert b" 200 " in await asyncio.wait_for(held[0].readuntil(b"\r\n\r\n"), 10)
+    for _ in range(3):  # of those that are answered and those whose clients are gone nothing is left
+        gone = await begin(half)
+        gone[1].close()
+        await gone[1].wait_closed()
+
+        async def has_room() -> bool:
+            reader, writer = await begin(half + b" " * (300_000 - len(half) - 2) + b'"}')
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            writer.close()
+            return b" 200 " in head
+
+        await eventually(has_room)
+    held[1].close()
 
 
 async def test_beyond_their_limit_connections_are_refused_and_the_others_stay(

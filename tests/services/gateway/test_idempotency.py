@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
 
 from motet.services.gateway import idempotency
-from motet.shared.errors import Overloaded
+from motet.shared.errors import Conflict, Overloaded
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned
 from tests.support import eventually
@@ -87,6 +89,62 @@ async def test_a_streamed_answer_is_not_repeated(mesh: Mesh, http: aiohttp.Clien
 async def test_a_key_that_is_no_key_is_refused_by_name(mesh: Mesh, http: aiohttp.ClientSession) -> None:
     status, body, _ = await post(http, mesh, "x" * 256)
     assert status == 400 and body["error"]["param"] == "idempotency-key"
+
+
+async def fill(once: idempotency.Once, tenant: str, keys: int, size: int = 1, begin: int = 0) -> None:
+    """Answer so many requests of a tenant, each with `size` bytes."""
+    for i in range(begin, begin + keys):
+        await once.whole(asked(tenant, i), b"digest", lambda: answer(size))
+        await asyncio.sleep(0)
+
+
+async def answer(size: int) -> idempotency.Answered:
+    return idempotency.Answered(b"x" * size, {})
+
+
+def asked(tenant: str, key: int) -> Any:
+    return SimpleNamespace(
+        headers={"idempotency-key": str(key)}, state=SimpleNamespace(tenant=tenant), url=SimpleNamespace(path="/")
+    )
+
+
+async def stored(once: idempotency.Once, tenant: str, keys: int) -> int:
+    """How many of the tenant's first keys are still answered without running again."""
+    runs = 0
+
+    async def again() -> idempotency.Answered:
+        nonlocal runs
+        runs += 1
+        raise Overloaded("not stored")
+
+    for i in range(keys):
+        await asyncio.gather(once.whole(asked(tenant, i), b"digest", again), return_exceptions=True)
+    return keys - runs
+
+
+async def test_no_tenant_loses_its_answers_to_the_many_or_large_ones_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "ANSWERS_MAX", 64)
+    monkeypatch.setattr(idempotency, "BYTES_MAX", 64_000)
+    once = idempotency.Once()
+    await fill(once, "modest", 20, size=500)
+    await fill(once, "many", 500)
+    assert await stored(once, "modest", 20) == 20
+    await fill(once, "large", 20, size=50_000)
+    assert await stored(once, "modest", 20) == 20
+    await fill(once, "many", 30, begin=1000)  # room for the last ones of the others too
+    assert await stored(once, "modest", 20) == 20
+
+
+async def test_one_large_answer_costs_its_tenant_no_other_and_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "ANSWER_BYTES_MAX", 1000)
+    monkeypatch.setattr(idempotency, "BYTES_MAX", 4000)
+    once = idempotency.Once()
+    await fill(once, "acme", 5, size=700)
+    assert (await once.whole(asked("acme", 9), b"digest", lambda: answer(3000)))[0].body == b"x" * 3000
+    await asyncio.sleep(0)
+    with pytest.raises(Conflict, match="not kept"):
+        await once.whole(asked("acme", 9), b"digest", lambda: answer(3000))
+    assert await stored(once, "acme", 5) == 5
 
 
 async def test_answers_are_bounded_in_number_and_bytes_and_age(

@@ -67,6 +67,7 @@ async def test_a_published_request_gets_its_result_with_usage_and_leaves_the_que
     await publish(bus, chat(), message_id="first")
     answer = await result(bus, "first")
     assert answer["status"] == "ok" and answer["request_id"] == "first"
+    assert answer["made_by"]["base"] == "demo" and answer["made_by"]["engine"].startswith("native ")
     assert answer["response"]["choices"][0]["message"]["content"] == "HELLO WORLD"
     assert answer["response"]["usage"]["completion_tokens"] > 0
     assert (await assigned(mesh.first)).tenant == "acme"
@@ -184,7 +185,7 @@ async def test_an_intake_that_goes_with_a_request_leaves_it_to_the_next_one(mesh
     await mesh.gateway.intake.stop()
     await cancelled(mesh.first, unfinished.request_id)
     gateway = mesh.gateway
-    second = intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.config, gateway.limits)
+    second = intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.lanes.durable, gateway.config, gateway.limits)
     await second.start()
     try:
         assert (await result(bus, "inherited"))["response"]["choices"][0]["message"]["content"] == "DONE"

@@ -41,7 +41,7 @@ async def redeliveries(bus: Bus, tenant: str = "acme") -> int:
 
 def again(gateway: GatewayService) -> intake.Intake:
     """The intake of another process, as after a restart."""
-    return intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.config, gateway.limits)
+    return intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.lanes.durable, gateway.config, gateway.limits)
 
 
 # ---- large messages

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from motet.services.gateway import owner
+from motet.services.gateway import stream as stream_states
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.owner import LOSSES_MAX, Owner
@@ -25,6 +26,7 @@ from motet.shared.messages import (
     Outcome,
     StreamItem,
     TokenFrame,
+    TokenLogprobs,
     WorkerNotice,
     pack_tokens,
     unpack_tokens,
@@ -306,10 +308,13 @@ async def test_the_gateway_waits_for_a_part_that_is_away_for_a_while(mesh: Mesh)
 
 
 async def test_what_one_worker_can_never_do_another_does(mesh: Mesh) -> None:
+    mesh.scheduler.workers = ["w1"]
     stream = await mesh.owner.open(job())
     await mesh.first.emit(await assigned(mesh.first), 0, [], "error", error=WorkerFull("the disk is full").info())
+    await eventually(lambda: len(mesh.scheduler.submitted) >= 4)  # the other one is away for a moment
+    mesh.scheduler.workers = ["w1", "w2"]
     request = await assigned(mesh.second)
-    assert request.exclude_workers == ("w1",)
+    assert request.exclude_workers == ("w1",) and len(mesh.first.assigned) == 1
     await speak(mesh.second, request)
     assert tokens_of(await read(stream)) == TOKENS
 
@@ -390,6 +395,41 @@ async def test_a_caller_that_does_not_read_loses_only_its_own_request(mesh: Mesh
     assert tokens_of(await read(quick)) == TOKENS
     with pytest.raises(SlowReader):
         await read(slow)
+
+
+async def test_unread_tokens_are_bounded_in_bytes_and_the_largest_of_the_greediest_tenant_ends_first(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "UNREAD_BYTES_MAX", 40_000)
+    scores = TokenLogprobs(-1.0, [1] * 20, [-1.0] * 20)
+    owned = {"modest": ("modest", 8), "small": ("greedy", 4), "large": ("greedy", 12)}  # tenant, tokens that are not read
+    streams, ended = {}, {"small": 4, "modest": 8}
+    for count, (name, (tenant, tokens)) in enumerate(owned.items(), 1):
+        streams[name] = await mesh.owner.open(job(name, tenant=tenant, sampling={"logprobs": 20}))
+        request = await assigned(mesh.first, count)
+        for index in range(tokens):
+            finish = "length" if index + 1 == ended.get(name) else None  # a complete answer is held by its caller, too
+            await mesh.first.emit(request, index, [TOKENS[0]], finish, logprobs=[scores])
+        await eventually(lambda stream=streams[name], count=tokens: len(stream.tokens) >= count or stream.error is not None)
+    await cancelled(mesh.first, "large")
+    assert tokens_of(await read(streams["modest"])) == TOKENS[:1] * 8
+    assert tokens_of(await read(streams["small"])) == TOKENS[:1] * 4
+    with pytest.raises(SlowReader):
+        await read(streams["large"])
+
+
+async def test_log_probabilities_count_in_the_bytes_of_one_unread_stream(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_states, "STREAM_BYTES_MAX", 20_000)
+    plain, scored = await mesh.owner.open(job("plain")), await mesh.owner.open(job("scored", sampling={"logprobs": 20}))
+    requests = await assigned(mesh.first), await assigned(mesh.first, 2)
+    for index in range(12):
+        for request, scores in zip(requests, (None, [TokenLogprobs(-1.0, [1] * 20, [-1.0] * 20)]), strict=True):
+            await mesh.first.emit(request, index, [TOKENS[0]], logprobs=scores)
+    await cancelled(mesh.first, "scored")
+    with pytest.raises(SlowReader):
+        await read(scored)
+    await mesh.first.emit(requests[0], 12, [TOKENS[0]], "length")
+    assert tokens_of(await read(plain)) == TOKENS[:1] * 13
 
 
 async def test_beyond_its_limit_the_owner_refuses_at_once(mesh: Mesh) -> None:

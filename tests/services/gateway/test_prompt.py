@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import warnings
 from pathlib import Path
@@ -13,10 +12,10 @@ from tokenizers import normalizers
 
 from motet.examples.demo import DEMO
 from motet.services.gateway import prompt
-from motet.services.gateway.prompt import INLINE_CHARS, Prompts
+from motet.services.gateway.prompt import Prompts
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
-from motet.shared.errors import BadRequest, Overloaded, PromptTooLong
+from motet.shared.errors import BadRequest, PromptTooLong
 from tests.services.gateway.support_tokenizers import byte_level, metaspace, sentence_piece, word_piece, write_model_dir
 
 with warnings.catch_warnings():
@@ -51,82 +50,62 @@ def reference(model_dir: Path) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("template", [None, CHATML])
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("generate", [True, False])
-async def test_chat_prompts_are_those_of_transformers_token_for_token(
+def test_chat_prompts_are_those_of_transformers_token_for_token(
     tmp_path: Path, template: str | None, messages: list[dict[str, str]], generate: bool
 ) -> None:
     model_dir = write_model_dir(tmp_path, **({"chat_template": template} if template else {}))
     expected = reference(model_dir).apply_chat_template(messages, add_generation_prompt=generate, return_dict=False)
-    assert await Prompts(model_dir).chat(messages, add_generation_prompt=generate) == expected
+    assert Prompts(model_dir).chat(messages, add_generation_prompt=generate) == expected
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-async def test_the_demo_models_chat_prompts_are_those_of_transformers(messages: list[dict[str, str]]) -> None:
+def test_the_demo_models_chat_prompts_are_those_of_transformers(messages: list[dict[str, str]]) -> None:
     expected = reference(MODEL).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert await Prompts(MODEL).chat(messages) == expected
+    assert Prompts(MODEL).chat(messages) == expected
 
 
-async def test_special_tokens_that_only_the_configuration_names_are_one_token_in_a_chat(tmp_path: Path) -> None:
+def test_special_tokens_that_only_the_configuration_names_are_one_token_in_a_chat(tmp_path: Path) -> None:
     model_dir = write_model_dir(tmp_path, chat_template="{{ image_token }}{{ messages[0].content }}{{ eos_token }}")
     settings = json.loads((model_dir / "tokenizer_config.json").read_text())
     settings |= {"image_token": "<image>", "additional_special_tokens": ["<tool>"], "eos_token": "the"}
     (model_dir / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokens = await Prompts(model_dir).chat([{"role": "user", "content": "<tool>"}])
+    tokens = Prompts(model_dir).chat([{"role": "user", "content": "<tool>"}])
     assert len(tokens) == 3
     assert tokens == reference(model_dir).apply_chat_template([{"role": "user", "content": "<tool>"}], return_dict=False)
 
 
-async def test_plain_prompts_get_the_tokenizers_special_tokens_once(tmp_path: Path) -> None:
+def test_plain_prompts_get_the_tokenizers_special_tokens_once(tmp_path: Path) -> None:
     prompts = Prompts(write_model_dir(tmp_path, sentence_piece()))
     bos = 1
-    plain, with_bos = await prompts.texts(["hello world", "<s>hello"])
+    plain, with_bos = prompts.texts(["hello world", "<s>hello"])
     assert plain[0] == bos
     assert with_bos[:2].count(bos) == 1
-    assert await prompts.texts(["hello world"], add_special_tokens=False) == [plain[1:]]
+    assert prompts.texts(["hello world"], add_special_tokens=False) == [plain[1:]]
 
 
-async def test_what_the_template_refuses_is_a_bad_request_that_names_messages(tmp_path: Path) -> None:
+def test_what_the_template_refuses_is_a_bad_request_that_names_messages(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="unknown role tool") as refused:
-        await Prompts(write_model_dir(tmp_path)).chat([{"role": "tool", "content": "x"}])
+        Prompts(write_model_dir(tmp_path)).chat([{"role": "tool", "content": "x"}])
     assert refused.value.param == "messages"
 
 
-async def test_a_model_without_a_chat_template_says_so_and_with_what_it_could_chat(tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_says_so_and_with_what_it_could_chat(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"no chat template: .*chatml.*--chat-template") as refused:
-        await Prompts(write_model_dir(tmp_path, chat_template="")).chat([{"role": "user", "content": "x"}])
+        Prompts(write_model_dir(tmp_path, chat_template="")).chat([{"role": "user", "content": "x"}])
     assert refused.value.param == "messages"
 
 
-async def test_a_final_message_can_be_continued(tmp_path: Path) -> None:
+def test_a_final_message_can_be_continued(tmp_path: Path) -> None:
     prompts = Prompts(write_model_dir(tmp_path))
     messages = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "I say"}]
-    tokens = await prompts.chat(messages, add_generation_prompt=False, continue_final_message=True)
+    tokens = prompts.chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert prompts.tokenizer.decode(tokens, skip_special_tokens=False).endswith("<|assistant|>I say")
 
 
-async def test_a_template_cannot_reach_python_internals(tmp_path: Path) -> None:
+def test_a_template_cannot_reach_python_internals(tmp_path: Path) -> None:
     prompts = Prompts(write_model_dir(tmp_path, chat_template="{{ messages.__class__.__mro__ }}"))
     with pytest.raises(BadRequest):
-        await prompts.chat([{"role": "user", "content": "x"}])
-
-
-async def test_a_long_prompt_does_not_stall_the_event_loop(tmp_path: Path) -> None:
-    prompts = Prompts(write_model_dir(tmp_path))
-    longest_s = 0.0
-
-    async def watch() -> None:
-        nonlocal longest_s
-        while True:
-            began = now_s()
-            await asyncio.sleep(0)
-            longest_s = max(longest_s, now_s() - began)
-
-    watcher = asyncio.ensure_future(watch())
-    began = now_s()
-    [tokens] = await prompts.texts(["hello world " * (INLINE_CHARS * 20)])
-    took_s = now_s() - began
-    watcher.cancel()
-    assert len(tokens) > INLINE_CHARS
-    assert longest_s < max(took_s / 2, 0.05)
+        prompts.chat([{"role": "user", "content": "x"}])
 
 
 def test_a_directory_that_is_no_model_is_a_configuration_error(tmp_path: Path) -> None:
@@ -137,22 +116,38 @@ def test_a_directory_that_is_no_model_is_a_configuration_error(tmp_path: Path) -
         Prompts(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("generation", "reason"),
+    [
+        ({"repetition_penalty": 0}, "repetition_penalty is 0: Expected `float` >= 0.01"),
+        ({"max_new_tokens": -5}, "max_new_tokens is -5: Expected `int` >= 1"),
+        ({"top_p": 1.5}, "top_p is 1.5: Expected `float` <= 1.0"),
+        ({"temperature": "hot"}, "temperature is 'hot': Expected `float | null`, got `str`"),
+    ],
+)
+def test_defaults_that_no_request_may_have_end_the_start(tmp_path: Path, generation: dict[str, Any], reason: str) -> None:
+    model_dir = write_model_dir(tmp_path, **generation)
+    with pytest.raises(ConfigError) as refused:
+        Prompts(model_dir)
+    assert str(refused.value) == f"--model: generation_config.json: {reason}"
+
+
 # ---- long texts
 
 
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
     prompts = Prompts(write_model_dir(tmp_path))
     began_s = now_s()
     with pytest.raises(PromptTooLong) as refused:
-        await prompts.texts(["ab" * (16 << 20)], longest=256)
+        prompts.texts(["ab" * (16 << 20)], longest=256)
     assert refused.value.param == "prompt"
     with pytest.raises(PromptTooLong) as refused:
-        await prompts.chat([{"role": "user", "content": "ab" * (4 << 20)}], longest=256)
+        prompts.chat([{"role": "user", "content": "ab" * (4 << 20)}], longest=256)
     assert refused.value.param == "messages"
     assert now_s() - began_s < 5, "some seconds per MiB would be tokenization"
 
 
-async def test_what_fits_is_never_refused_for_its_length(tmp_path: Path) -> None:
+def test_what_fits_is_never_refused_for_its_length(tmp_path: Path) -> None:
     kinds = [byte_level(), sentence_piece(), metaspace(), word_piece()]
     composing = byte_level()
     composing.normalizer = normalizers.NFC()
@@ -169,48 +164,25 @@ async def test_what_fits_is_never_refused_for_its_length(tmp_path: Path) -> None
             longest_token * 9,
         ]
         for text in texts:
-            [tokens] = await prompts.texts([text])
-            assert [tokens] == await prompts.texts([text], longest=len(tokens)), (i, text[:20])
+            [tokens] = prompts.texts([text])
+            assert [tokens] == prompts.texts([text], longest=len(tokens)), (i, text[:20])
     prompts = Prompts(write_model_dir(tmp_path / "trimmed"))
     padded = [{"role": "user", "content": " " * 100_000 + "hi"}]  # the template trims
-    assert len(await prompts.chat(padded, longest=256)) < 256
+    assert len(prompts.chat(padded, longest=256)) < 256
 
 
-async def test_one_long_count_leaves_the_loop_free_and_the_next_ones_wait_their_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_count_is_bounded_in_characters(tmp_path: Path) -> None:
     prompts = Prompts(write_model_dir(tmp_path))
-    monkeypatch.setattr(prompt, "COUNTED_WAITING_MAX", 2)
-    prompts._counting = prompt._Lane("count-tokens", 1, 2, 1 << 20)
-    text = "größere Äpfel " * 30_000
-    counting = [asyncio.ensure_future(prompts.texts([text], counting=True)) for _ in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
-        await prompts.texts([text], counting=True)
-    longest_gap_s, last_s = 0.0, now_s()
-    short = await prompts.texts(["word " * 2000])  # requests have threads of their own
-    assert short
-    while not all(one.done() for one in counting):
-        await asyncio.sleep(0.001)
-        longest_gap_s, last_s = max(longest_gap_s, now_s() - last_s), now_s()
-    assert longest_gap_s < 2, "tokenizing holds no lock for long"
-    assert [len(await one) for one in counting] == [1, 1]
-    assert await prompts.texts([text], counting=True)
     with pytest.raises(BadRequest, match="at most"):
-        await prompts.texts(["x" * (prompt.COUNTED_CHARS_MAX + 1)], counting=True)
-    prompts.close()
+        prompts.texts(["x" * (prompt.COUNTED_CHARS_MAX + 1)], counting=True)
 
 
-async def test_waiting_texts_are_bounded_in_characters(tmp_path: Path) -> None:
-    prompts = Prompts(write_model_dir(tmp_path))
-    prompts._requests = prompt._Lane("tokenize", 1, 256, 30_000)
-    waiting = [asyncio.ensure_future(prompts.texts(["x" * 10_000])) for _ in range(3)]
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
-        await prompts.texts(["x" * 10_000])
-    await asyncio.gather(*waiting)
-    await asyncio.sleep(0.01)
-    assert await prompts.texts(["x" * 40_000]), "one alone is always taken"
+async def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(tmp_path: Path) -> None:
+    named = {"default": "hello{{ messages[0].content }}", "tool_use": "{{ tools | length }}{{ messages[0].content }}"}
+    prompts = Prompts(write_model_dir(tmp_path, chat_template=named))
+    hello, tools = [{"role": "user", "content": " world"}], {"tools": [{"type": "function"}]}
+    assert await prompts.chat(hello) == (await prompts.texts(["hello world"]))[0]
+    assert await prompts.chat(hello, variables=tools) == (await prompts.texts(["1 world"]))[0]
 
 
 # ---- --chat-template

@@ -5,6 +5,7 @@ A real registry and a real gateway with keys; the workers are scripted.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import tarfile
@@ -16,7 +17,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from motet.services.gateway import metrics
+from motet.services.gateway import metrics, uploads
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.service import RegistryService
 from motet.shared import subjects
@@ -92,6 +93,44 @@ async def door(mesh: Mesh, http: aiohttp.ClientSession, nats_url: str, tmp_path:
             yield tenants
     finally:
         await registry.stop()
+
+
+async def test_slow_uploads_of_one_tenant_leave_room_for_another_and_end(
+    door: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = (
+        b"POST /v1/adapters HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer acme\r\n"
+        b"content-type: multipart/form-data; boundary=b\r\ncontent-length: 1000000\r\n\r\n--b\r\n"
+    )
+    slow = [await asyncio.open_connection("127.0.0.1", door.gateway.port) for _ in range(12)]
+    for _, writer in slow:
+        writer.write(head)
+
+    async def acme_has_its_share() -> bool:
+        return (await door.upload("acme", "one-more", 1))[0] == 429
+
+    await eventually(acme_has_its_share)
+    assert (await door.upload("globex", "sql", 2))[0] == 201
+    for _, writer in slow:
+        writer.close()
+
+    async def acme_has_room() -> bool:
+        return (await door.upload("acme", "one-more", 1))[0] == 201
+
+    await eventually(acme_has_room)
+    monkeypatch.setattr(uploads, "GRACE_S", 0.3)
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.gateway.port)
+    writer.write(head)
+
+    reading = asyncio.ensure_future(reader.readuntil(b"\r\n"))
+
+    async def drips_until_it_is_answered() -> bool:
+        writer.write(b"x")
+        return reading.done()
+
+    await eventually(drips_until_it_is_answered, within_s=20, every_s=0.05)
+    assert b" 408 " in await reading
+    writer.close()
 
 
 async def test_one_tenant_cannot_replace_or_unload_anothers_adapter(door: Tenants, mesh: Mesh) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from motet.cli import certificates
 from motet.services.gateway import tls
-from motet.services.gateway.connections import GuardedProtocol, files_for
+from motet.services.gateway.connections import FILES_MOST, SPARE_FILES, GuardedProtocol, files_for
 from motet.services.gateway.service import GatewayService
 from motet.shared.clock import now_s
 from motet.shared.telemetry import REGISTRY
@@ -159,7 +159,14 @@ def test_the_limit_of_open_files_is_raised_to_what_the_system_allows() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-        files_for(16)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+        assert files_for(16) == 16
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, FILES_MOST)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_some_files_are_kept_for_nats_and_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 512))
+    assert files_for(16_384) == 512 - SPARE_FILES
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert files_for(16_384) == 16_384

@@ -15,7 +15,7 @@ from motet.services.registry.chats import ChatReader
 from motet.services.registry.store import LOST_HOLD_S
 from motet.shared import subjects
 from motet.shared.adapter_chat import AdapterChat
-from motet.shared.errors import InvalidAdapter
+from motet.shared.errors import Conflict, InvalidAdapter
 from motet.shared.messages import AdapterInfo, RegisterAdapter
 from tests.services.registry.conftest import Client
 from tests.support import eventually
@@ -92,6 +92,22 @@ async def test_what_no_version_brings_any_more_is_deleted(
     monkeypatch.setitem(store.sweep_chats.__globals__, "now_s", lambda: clock() + 2 * LOST_HOLD_S + 2)
     assert await store.sweep_chats([info.version.chat]) == 1
     await eventually(lambda: info.version.chat not in registry._adapters.chats)
+
+
+async def test_different_templates_of_a_tenant_have_a_limit(
+    start_registry: Any, connect: Any, roots: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("motet.services.registry.service.TENANT_CHATS_BYTES_MAX", 600)
+    registry = await start_registry()
+    client = Client(await connect("gateway"), roots)
+    directory = texts(write_adapter(roots / "mine"), {"chat_template.jinja": TEMPLATE})
+    first = await register(client, "one", directory, tenant="acme")
+    await eventually(lambda: first.version.chat in registry._adapters.chats and registry._adapters.owned("acme"))
+    await register(client, "same", directory, tenant="acme")
+    texts(directory, {"chat_template.jinja": TEMPLATE + "{# another #}" * 10})
+    with pytest.raises(Conflict, match="this tenant's chat templates"):
+        await register(client, "two", directory, tenant="acme")
+    await register(client, "two", directory, tenant="other")
 
 
 Read = Callable[[dict[str, Any]], AdapterChat | None]

@@ -23,6 +23,12 @@ from tests.support_adapters import write_adapter
 
 
 @pytest.fixture
+async def registry(start_registry: StartRegistry) -> RegistryService:
+    """A registry that keeps no replaced versions."""
+    return await start_registry(older_versions=0)
+
+
+@pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker counts as silent at once, and versions wait only for requests on their way to another worker."""
     monkeypatch.setattr(registry_store, "UNUSED_S", -1.0)

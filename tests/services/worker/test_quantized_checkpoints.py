@@ -222,11 +222,14 @@ def test_a_quantized_matrix_to_the_vocabulary_is_refused(base: Base, tmp_path: P
 @pytest.mark.parametrize("bits", [8, 4])
 def test_motet_quantize_writes_what_a_worker_rounds_at_its_start(base: Base, tmp_path: Path, bits: int) -> None:
     (base.model_dir / "tokenizer.json").write_text("{}")
+    (base.model_dir / "additional_chat_templates").mkdir(exist_ok=True)
+    (base.model_dir / "additional_chat_templates/tool_use.jinja").write_text("t")
     out = tmp_path / "out"
     done = CliRunner().invoke(cli, ["quantize", str(base.model_dir), str(out), "--bits", str(bits)])
     assert done.exit_code == 0, done.output
     assert f"{out}: " in done.stdout
     assert (out / "tokenizer.json").read_text() == "{}"
+    assert (out / "additional_chat_templates/tool_use.jinja").read_text() == "t"
     assert len(list(out.glob("*.safetensors"))) == len(list(base.model_dir.glob("*.safetensors"))) > 1
     got, want = sequences(), sequences()
     drive(make_runner(out, base.adapters, kernels="cpu"), got, chunk=16)
