@@ -28,7 +28,7 @@ OWNER_CASES, MESSAGE_CASES, BUS_CASES = 8000, 1500, 30_000
 HTTP_S = 200.0
 IDLE, SLOW = 10_000, 200
 RACES, SILENT_TLS = 60, 3_000
-STALLS_EVERY = 4  # of the shapes of large bodies; the seed says which
+STALLS_EVERY = 10  # of the shapes of large bodies; the seed says which
 
 
 @dataclass

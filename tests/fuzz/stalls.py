@@ -27,7 +27,7 @@ from tests.fuzz.watcher import Watched
 
 STALL_MS, GAP_MS = 250.0, 500.0
 QUIET_S = 5.0
-AT_ONCE = 12
+AT_ONCE, TOGETHER = 12, 8
 DURABLE_EVERY = 8  # shapes
 SLOW_BODIES, GROWN_BYTES_MAX = 300, 400 << 20
 RESULT_S = 60.0
@@ -72,7 +72,7 @@ async def fuzz(mesh: FuzzMesh, every: int, seed: int) -> Seen:
             if number % DURABLE_EVERY == 0 and path in (bodies.CHAT, bodies.TEXT):
                 wrong += await _durable(mesh, name, body)
                 await note(f"{name}, durable")
-        for at in range(0, len(chosen), max(1, len(chosen) // 20)):
+        for at in range(0, len(chosen), max(1, len(chosen) // TOGETHER)):
             together = [chosen[(at + i) % len(chosen)] for i in range(AT_ONCE)]
             found = await asyncio.gather(*(_attack(session, *one) for one in together))
             wrong += [one for each in found for one in each]

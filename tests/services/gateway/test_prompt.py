@@ -177,12 +177,12 @@ def test_a_count_is_bounded_in_characters(tmp_path: Path) -> None:
         prompts.texts(["x" * (prompt.COUNTED_CHARS_MAX + 1)], counting=True)
 
 
-async def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(tmp_path: Path) -> None:
+def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(tmp_path: Path) -> None:
     named = {"default": "hello{{ messages[0].content }}", "tool_use": "{{ tools | length }}{{ messages[0].content }}"}
     prompts = Prompts(write_model_dir(tmp_path, chat_template=named))
     hello, tools = [{"role": "user", "content": " world"}], {"tools": [{"type": "function"}]}
-    assert await prompts.chat(hello) == (await prompts.texts(["hello world"]))[0]
-    assert await prompts.chat(hello, variables=tools) == (await prompts.texts(["1 world"]))[0]
+    assert prompts.chat(hello) == prompts.texts(["hello world"])[0]
+    assert prompts.chat(hello, variables=tools) == prompts.texts(["1 world"])[0]
 
 
 # ---- --chat-template
