@@ -96,9 +96,8 @@ async def test_a_gateway_that_leaves_its_socket_to_a_successor_answers_what_has_
             told_s = now_s() + 2 * LINGER_S  # by then idle connections are closed
             await eventually(lambda: now_s() > told_s)
             writer.write((HEAD + BODY)[len(sent) :])
-            answer = await asyncio.wait_for(reader.read(), 10)
+            answer = await asyncio.wait_for(reader.read(), 10)  # to the end of the connection
             assert answer.startswith(b"HTTP/1.1 200 "), answer
-            assert b"connection: close" in answer.lower()
             await asyncio.wait_for(leaving, 5)
             with pytest.raises(Unavailable, match="shutting down"):
                 gateway.admit()
