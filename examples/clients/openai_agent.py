@@ -51,7 +51,7 @@ def answer(client: OpenAI, question: str, *, say: Callable[[str], None] = print)
     """The agent's answer to a question. `say` is told of each call."""
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(ROUNDS):
-        response = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, temperature=0, max_tokens=200)
+        response = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=200)
         message = response.choices[0].message
         if not message.tool_calls:
             return message.content or ""

@@ -310,6 +310,8 @@ def train_adapter(name: str, seed: int, base: Path, adapters: Path) -> None:
     settings = config.to_dict()
     settings.update(base_model_name_or_path=BASE_NAME, inference_mode=True, target_modules=list(shape.modules))
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n")
+    if name == TOOL_CALLER:  # agents often send no temperature, and a model this small writes nonsense when it samples
+        (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0}) + "\n")
 
 
 def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
