@@ -5,11 +5,15 @@ In a dry run a graph is a call, a stream is the calling thread, and times mean n
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import statistics
+import tempfile
 from collections.abc import Callable
 from functools import cached_property, partial
+from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
 
@@ -119,6 +123,13 @@ class Bed:
 
         short_us, long_us = (self.replayed_us(partial(launch, count)) for count in counts)
         return max(long_us - short_us, 0.0) / (counts[1] - counts[0])
+
+
+def scratch() -> Path:
+    """A new directory for a stage's files, removed when the process ends."""
+    directory = tempfile.mkdtemp(prefix="motet-gpu-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
 
 
 def timed_s(work: Callable[[], object], repeats: int) -> float:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from bench import cpu_assist_parts
 from bench.cpu_assist_rig import WARM_PROMPTS, WAYS, Answered, Asked, EngineRig
-from bench.gpu_stages.bed import Bed, timed_s
+from bench.gpu_stages.bed import Bed, scratch, timed_s
 from bench.gpu_stages.layers import DTYPE, Layers
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.serving import Served
@@ -50,7 +48,7 @@ class Cold:
 
     def __init__(self, bed: Bed) -> None:
         self._bed, self._rank = bed, bed.pick(RANK, 16)
-        self._directory = tempfile.TemporaryDirectory(prefix="motet-gpu-")
+        self._directory = scratch()
 
     def points(self) -> list[Point]:
         lengths = self._bed.pick((128, 512, 16, 2000), (16,))
@@ -70,7 +68,7 @@ class Cold:
         return Served(
             bed,
             MODEL,
-            Path(self._directory.name),
+            self._directory,
             ranks=bed.pick([RANK] * (ARRIVALS + DECODING), [16] * 6),
             requests=ARRIVALS + DECODING + 8,
             assist_processes=min(bed.pick(PROCESSES, 1), cores),

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import statistics
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu_stages.bed import Bed
+from bench.gpu_stages.bed import Bed, scratch
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.serving import OUTPUT, PROMPT, Served
 from bench.gpu_stages.shapes import RANKS, adapter_bytes
@@ -40,7 +38,7 @@ class Kernels:
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
-        self._directory = tempfile.TemporaryDirectory(prefix="motet-gpu-")
+        self._directory = scratch()
         self._served: Served | None = None
 
     def points(self) -> list[Point]:
@@ -52,7 +50,7 @@ class Kernels:
         if self._served is None:
             most = bed.pick(256, 4)
             ranks = [RANKS[i % len(RANKS)] for i in range(bed.pick(32, 4))]
-            self._served = Served(bed, MODEL, Path(self._directory.name), ranks=ranks, requests=most)
+            self._served = Served(bed, MODEL, self._directory, ranks=ranks, requests=most)
         served = self._served
         served.load(adapters)
         prompt, output = bed.pick((PROMPT, OUTPUT), (8, 12))

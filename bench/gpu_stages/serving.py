@@ -8,7 +8,6 @@ added. Bandwidth and arithmetic are measured in the same run.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_stages.bed import Bed
+from bench.gpu_stages.bed import Bed, scratch
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import RANKS, another, host_adapter, write_config
 from bench.mesh_parts import prompts
@@ -172,7 +171,7 @@ class Serving:
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
         self._served: tuple[str, Served] | None = None
-        self._directory = tempfile.TemporaryDirectory(prefix="motet-gpu-")
+        self._directory = scratch()
 
     def points(self) -> list[Point]:
         loads = [("Llama-3.1-8B", load) for load in self._bed.pick(LOADS, [(4, 0), (4, 4)])]
@@ -208,6 +207,6 @@ class Serving:
             first = model == "Llama-3.1-8B"
             most = self._bed.pick(256 if first else 32, 4)
             ranks = [RANKS[i % len(RANKS)] for i in range(most)]
-            served = Served(self._bed, model, Path(self._directory.name), requests=most, ranks=ranks)
+            served = Served(self._bed, model, self._directory, requests=most, ranks=ranks)
             self._served = model, served
         return self._served[1]

@@ -227,10 +227,10 @@ class Stack:
     def _take_lock(self) -> None:
         try:
             self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = (self.data_dir / "lock").open("a+")
             (self.data_dir / "logs").mkdir(exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.data_dir / "logs") as probe:
                 probe.write(bytes(4096))
+            lock = (self.data_dir / "lock").open("a+")
         except OSError as error:
             why = error.strerror
             if isinstance(error, FileExistsError):

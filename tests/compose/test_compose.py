@@ -93,10 +93,9 @@ class Stack:
         return [self.local(service, word) for word in self.spec["services"][service]["command"]]
 
     def start(self, service: str) -> None:
-        log = (self.home / f"{service}.log").open("ab")
-        self.processes[service] = subprocess.Popen(
-            self.argv(service), env=self.environment(service), cwd=self.home, stdout=log, stderr=log, start_new_session=True
-        )
+        how: dict[str, Any] = {"env": self.environment(service), "cwd": self.home, "start_new_session": True}
+        with (self.home / f"{service}.log").open("ab") as log:
+            self.processes[service] = subprocess.Popen(self.argv(service), stdout=log, stderr=log, **how)
 
     def healthy(self, service: str) -> bool:
         assert self.processes[service].poll() is None, (self.home / f"{service}.log").read_text()[-3000:]

@@ -47,7 +47,7 @@ def test_a_mesh_that_others_can_reach_does_not_start_without_keys(tmp_path: Path
     live.launch()
     assert live.process is not None and live.process.wait(60) == 1
     said = live.output.read_text()
-    assert "gateway-1 cannot start: exit status 2" in said and "motet keys create" in said and "--api-keys off" in said
+    assert "gateway-1 cannot start: " in said and "motet keys create" in said and "--api-keys off" in said
 
 
 async def ask_well_and_badly(facts: StackFacts, key: str) -> None:

@@ -257,7 +257,10 @@ async def test_without_adapter_chats_the_base_models_template_is_used(
     assert own.prompt == upper.prompt and own.sampling.stop_token_ids == ()
 
 
-async def test_a_hostile_template_is_a_400_for_its_request(mesh: Mesh, http: aiohttp.ClientSession):
+async def test_a_hostile_template_is_a_400_for_its_request(
+    mesh: Mesh, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("motet.services.gateway.rendering.WALL_S", 60.0)
     chat = AdapterChat(templates={"default": Template(source="{{ 9 ** (9 ** 9) }}", reads=(), takes_images=False)})
     kv = await mesh.bus.key_value(subjects.KV_ADAPTERS)
     await kv.put(f"chat.{chat.digest}", msgspec.json.encode(chat))
