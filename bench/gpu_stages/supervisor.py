@@ -111,7 +111,8 @@ class _Child:
         self._process.stdin.write(json.dumps(told) + "\n")
         self._process.stdin.flush()
         self._said: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=_forward, args=(self._process.stdout, self._said), daemon=True).start()
+        self._reader = threading.Thread(target=_forward, args=(self._process.stdout, self._said), daemon=True)
+        self._reader.start()
 
     def next(self, until_s: float) -> Line | None:
         """The child's next message; None when it has ended, is late, or the budget is spent."""
@@ -143,6 +144,11 @@ class _Child:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
         if self._late:
             return f"{self._late}; the log has the stacks"
         return None if status == 0 else f"its process ended with status {status}; see the log"
