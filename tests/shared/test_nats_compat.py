@@ -34,10 +34,12 @@ async def _silent(_: Exception) -> None:
 
 @contextlib.asynccontextmanager
 async def connected(client: LibraryClient, *urls: str, **options: object) -> AsyncIterator[LibraryClient]:
-    await client.connect(list(urls), error_cb=_silent, reconnect_time_wait=0.05, max_reconnect_attempts=-1, **options)
     try:
+        await client.connect(list(urls), error_cb=_silent, reconnect_time_wait=0.05, max_reconnect_attempts=-1, **options)
         yield client
     finally:
+        if client._transport is not None and not client.is_connected:  # the library leaves the socket of a failed connect open
+            client._transport.close()
         await client.close()
 
 
