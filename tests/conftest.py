@@ -20,7 +20,7 @@ from motet.shared.bus import Bus
 from motet.shared.config import BusConfig
 from motet.shared.provision import provision
 
-COLLECT_EVERY = 1  # tests
+COLLECT_EVERY = 50  # tests
 
 
 def pytest_xdist_auto_num_workers() -> int:
