@@ -1,4 +1,4 @@
-"""Returns freed memory of large buffers to the system, in processes that copy them in threads (registry, predictor).
+"""Returns freed memory of large buffers to the system, in processes that copy them in threads (gateway, registry, predictor).
 
 glibc gives every thread its own arena, and once a large buffer was freed, it takes buffers of that size from the arenas too.
 Freed buffers then stay with the process, and its memory grows (a registry of 62 MiB to between 66 and 72).

@@ -38,6 +38,7 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import load_certificate
 from motet.shared.errors import Unavailable
+from motet.shared.heap import return_large_buffers
 from motet.shared.hub import resolve_model
 from motet.shared.placement import PlacementWatch
 from motet.shared.service import run
@@ -295,4 +296,5 @@ def _load(config: GatewayConfig) -> tuple[Prompts, Detokenizer]:
 def main(config: GatewayConfig) -> int:
     """Run a gateway until it is told to stop; returns the exit status."""
     sys.setswitchinterval(SWITCH_S)
+    return_large_buffers()
     return run(GatewayService(config), config)
