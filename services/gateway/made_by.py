@@ -24,7 +24,7 @@ FINGERPRINT_BYTES = 6
 
 
 class MadeBy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The facts of one answer; a name without a digest where the worker is not known any more."""
+    """The facts of one answer. `base` has no digest, and `engine` is empty, where its worker is not known any more."""
 
     base: str
     engine: str

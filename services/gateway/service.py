@@ -50,9 +50,7 @@ KEEP_ALIVE_S = 75  # longer than what clients and balancers keep idle connection
 LINGER_S = 0.25  # for requests on connections that were just made to a gateway that leaves a shared socket
 ARRIVING_S = 2.0  # for the rest of their heads, or a first one, on a busy machine
 POLL_S = 0.05
-SWITCH_S = (
-    0.0005  # a thread that works on a long request gives the interpreter back so soon; Python's default is ten times that
-)
+SWITCH_S = 0.0005  # so soon a thread with a long request gives the interpreter back; Python's default is ten times that
 SHUTDOWN_S = 2  # for answers that are on their way out after the drain
 
 

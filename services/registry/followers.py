@@ -22,7 +22,7 @@ class Followers:
         self._store, self._adapters = store, adapters
 
     async def after(self, name: str) -> None:
-        """Re-point the aliases that follow `name`, and those that follow them. What fails is left to the sweep."""
+        """Re-point the aliases that follow `name`, and the aliases of those aliases. A failure is left to the sweep."""
         following = self._adapters.following()
         changed, met = [name], {name}
         while changed:

@@ -337,14 +337,16 @@ class RegistryService:
         if ask.tenant:
             check_tenant(ask.tenant)
         lies_there = ask.tenant == SHARED and await in_thread(lambda: self._lies_in_directory(ask.name))
-        if lies_there and ask.forget:
+        forget = lies_there and ask.forget
+        if forget and self._adapters.exactly(ask.name, ask.tenant) is None:  # it was removed before
             await self._store.forget(ask.name)
-            if self._adapters.exactly(ask.name, ask.tenant) is None:  # it was removed before
-                return RegistryOk(adapters=[])
+            return RegistryOk(adapters=[])
         gone = await self._store.remove(ask.name, requests=self._requests, force=ask.force, tenant=ask.tenant)
         log.info("adapter deleted", extra={"adapter": ask.name, "tenant": ask.tenant, "forced": ask.force})
         await self._note("adapter.deleted", ask, gone)
-        return RegistryOk(adapters=[gone] if gone is not None else [], returns=lies_there and not ask.forget)
+        if forget:
+            await self._store.forget(ask.name)
+        return RegistryOk(adapters=[gone] if gone is not None else [], returns=lies_there and not forget)
 
     def _lies_in_directory(self, name: str) -> bool:
         """Whether --adapters-dir has an adapter of this name."""

@@ -8,10 +8,11 @@ import pytest
 
 from motet.services.registry import service as registry_service
 from motet.services.registry import store as registry_store
+from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
-from motet.shared.errors import AdapterNotFound, BadRequest
+from motet.shared.errors import AdapterInUse, AdapterNotFound, BadRequest
 from motet.shared.messages import DeleteAdapter, RegistryOk
-from tests.services.registry.conftest import Client
+from tests.services.registry.conftest import Client, brief, snapshot
 from tests.support import eventually
 from tests.support_adapters import write_adapter
 
@@ -140,3 +141,16 @@ async def test_a_removed_adapter_of_the_directory_says_that_it_returns_and_stays
     await start_registry(adapters_dir=str(roots))
     await eventually(lambda: client.names())
     assert await client.names() == ["gone", "kept"]
+
+
+async def test_an_adapter_whose_removal_is_refused_is_not_forgotten(start_registry, connect, roots: Path):
+    write_adapter(roots / "busy", seed=1)
+    registry = await start_registry(adapters_dir=str(roots))
+    client = Client(await connect("gateway"), roots)
+    await eventually(lambda: not registry.not_ready())
+    digest = registry._adapters.exactly("busy", "").entry.digest
+    await client.bus.publish(subjects.state("w1"), snapshot(brief("r1", digest)))
+    await eventually(lambda: registry._requests(digest))
+    with pytest.raises(AdapterInUse):
+        await client.ask("delete", DeleteAdapter(name="busy", forget=True))
+    assert await registry._store.forgotten() == frozenset()
