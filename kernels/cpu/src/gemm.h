@@ -351,6 +351,7 @@ class Tiles {
     if (key == key_) return;
     TileConfig config;
     change(config);
+    asm volatile("" ::"m"(config));  // g++ 12 believes that the next line reads 8 bytes of it, and leaves the others out
     _tile_loadconfig(&config);
     key_ = key;
   }
