@@ -24,6 +24,7 @@ from motet.policies.tenant_shares import Part, TenantShares
 from motet.services.gateway import metrics
 from motet.services.gateway.guard import Guard
 from motet.services.gateway.limits import RateLimited
+from motet.services.gateway.turns import Turns
 from motet.shared.errors import BadRequest, MotetError, Overloaded, TooLarge, UnsupportedMediaType, bounded
 from motet.shared.telemetry import logger
 
@@ -34,6 +35,7 @@ SERVER_SEND = "motet.server_send"  # in the scope: `send` as the server gave it,
 REQUEST_ID = "x-request-id"
 BODIES_BYTES_MAX = 128 << 20  # of all bodies that are being read, parsed or tokenized; uploads are not among them
 DISCARD_BYTES, DISCARD_S = 64 << 20, 10.0  # of a body that is too large: read after the answer
+_SHORT_DIGITS = 4  # a body of fewer than 10,000 bytes comes in one small part
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -46,6 +48,7 @@ class Entrance:
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app, self._guard = app, guard
         self._bodies = TenantShares(BODIES_BYTES_MAX)
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -67,6 +70,8 @@ class Entrance:
             await error_answer(refused)(scope, receive, named)
             return
         scope[SERVER_SEND] = send
+        if "transfer-encoding" in headers or len(headers.get("content-length", "")) > _SHORT_DIGITS:
+            receive = self._turns.applied_to(receive)
         if scope["method"] == "HEAD":  # every GET; the server leaves out the body of its answer
             scope = {**scope, "method": "GET"}
         try:

@@ -8,10 +8,12 @@ machine; the watcher's slowest answer before the attack is added to them, becaus
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,8 +24,9 @@ import msgspec
 from motet.shared import subjects
 from motet.shared.clock import now_s
 from tests.fuzz import bodies
-from tests.fuzz.mesh import FuzzMesh
+from tests.fuzz.mesh import DEMO, FuzzMesh
 from tests.fuzz.watcher import Watched
+from tests.support_templates import HOSTILE
 
 STALL_MS, GAP_MS = 250.0, 500.0
 QUIET_S = 5.0
@@ -31,6 +34,7 @@ AT_ONCE, TOGETHER = 12, 8
 DURABLE_EVERY = 8  # shapes
 SLOW_BODIES, GROWN_BYTES_MAX = 300, 400 << 20
 RESULT_S = 60.0
+ADAPTER = DEMO / "adapters" / "upper-case"
 ASK_S = 120.0
 
 
@@ -80,6 +84,8 @@ async def fuzz(mesh: FuzzMesh, every: int, seed: int) -> Seen:
         answer = {"prompt": "x", "n": 64, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}
         wrong += await _attack(session, "a large answer", bodies.TEXT, json.dumps(answer).encode())
         await note("a large answer")
+        wrong += await _hostile_templates(session)
+        await note("hostile chat templates of adapters")
         grown = await _slow_bodies(mesh, before)
         await note("slow bodies")
     if grown > GROWN_BYTES_MAX:
@@ -119,6 +125,30 @@ async def _durable(mesh: FuzzMesh, name: str, body: bytes) -> list[str]:
     finally:
         await client.close()
     return []
+
+
+async def _hostile_templates(session: aiohttp.ClientSession) -> list[str]:
+    """Register adapters with hostile chat templates, and chat with those that are accepted, all at once."""
+    accepted: list[str] = []
+    for number, source in enumerate(HOSTILE):
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w") as archive:
+            for file in ("adapter_config.json", "adapter_model.safetensors"):
+                archive.write(ADAPTER / file, file)
+            archive.writestr("chat_template.jinja", source)
+        form = aiohttp.FormData({"name": f"hostile-{number}"})
+        form.add_field("file", packed.getvalue(), filename="adapter.zip")
+        async with session.post("/v1/adapters", data=form) as answer:
+            if answer.status >= 500:
+                return [f"a hostile template: {answer.status} {await answer.text()}"]
+            accepted += [f"hostile-{number}"] if answer.status < 300 else []
+    chats = [{"model": name, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 1} for name in accepted]
+    asked = (_attack(session, name, bodies.CHAT, json.dumps(chat).encode()) for name, chat in zip(accepted, chats, strict=True))
+    wrong = [one for each in await asyncio.gather(*asked) for one in each]
+    for name in accepted:
+        async with session.delete(f"/v1/adapters/{name}") as answer:
+            wrong += [] if answer.status < 300 else [f"{name} is not deleted: {answer.status}"]
+    return wrong if accepted else ["no hostile template was accepted: nothing was tried"]
 
 
 async def _slow_bodies(mesh: FuzzMesh, before: int) -> int:

@@ -31,6 +31,7 @@ from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import put_adapter, running_gateway
 from tests.services.gateway.support_tokenizers import write_model_dir
 from tests.support import eventually
+from tests.support_templates import FOREVER, HOSTILE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -121,26 +122,6 @@ async def test_a_template_that_the_base_has_too_starts_no_process(tmp_path: Path
     own = prompts.chat(USER, template=template)
     assert prompts.tokenizer.decode(own, skip_special_tokens=False) == "<s>[user]hello worldhell"
     assert own != prompts.chat(USER)  # the base's template with the adapter's eos_token
-
-
-FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-HOSTILE = [
-    FOREVER,
-    "{{ 9 ** (9 ** 9) }}",
-    "{{ 'a' * 10**9 }}",
-    "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "{% for i in range(9) %}{{ 'a' * 10**7 }}{% endfor %}",
-    "{{ '%0999999999d' % 1 }}",
-    "{{ messages[0].content | center(999999999) }}",
-    "{% set a = [0] * 999999999 %}",
-    "{{ 1 // 0 }}",
-    "{% for i in range(10**9) %}{% endfor %}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% include '/etc/passwd' %}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ (cycler | attr('__init__')).__globals__.os }}",
-    "{% for %}",
-]
 
 
 async def test_each_hostile_template_is_refused_while_another_tenant_is_served_and_the_loop_runs(
