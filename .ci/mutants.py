@@ -88,7 +88,7 @@ def names() -> dict[str, int | None]:
 
 
 def function(name: str) -> str:
-    """`motet.policies.eviction.Gdsf.use` of `motet.policies.eviction.xǁGdsfǁuse__mutmut_5`."""
+    """`motet.policies.memory.eviction.Gdsf.use` of `motet.policies.memory.eviction.xǁGdsfǁuse__mutmut_5`."""
     module, _, mangled = name.partition("__mutmut_")[0].rpartition(".")
     return ".".join([module, *(part for part in mangled.removeprefix("x").removeprefix("_").split("ǁ") if part)])
 

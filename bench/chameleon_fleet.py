@@ -1,9 +1,9 @@
 """The gain of foresight with several workers: none, each worker's own, or that of a scheduler that sees all requests.
 
-A worker's foresight (`policies.foresight`) sees only the requests that came to it. The scheduler here is an ideal one: it sees
-every request, knows without delay what is on each device, and has as large a budget of unused copies per worker as the worker
-itself. Every TICK_S it gives each worker whose link and queue are idle the likeliest adapter that is on no device; the worker
-with the fewest requests comes first.
+A worker's foresight (`policies.worker.foresight`) sees only the requests that came to it. The scheduler here is an ideal one:
+it sees every request, knows without delay what is on each device, and has as large a budget of unused copies per worker as the
+worker itself. Every TICK_S it gives each worker whose link and queue are idle the likeliest adapter that is on no device; the
+worker with the fewest requests comes first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from bench.chameleon_parts import Case, Outcome, outcome, worker, workload
-from motet.policies.foresight import Foresight
+from motet.policies.worker.foresight import Foresight
 from motet.twin.cluster import Cluster
 from motet.twin.events import HEARTBEAT, PS_PER_S
 from motet.twin.scheduler import SchedulerSpec

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.predictor import made_up_requests
-from motet.policies.eviction import EvictionName, Lru
-from motet.policies.length_features import unpack
-from motet.policies.length_model import Curve
-from motet.policies.perf_model import MIB
-from motet.policies.request_queues import QueuesName
+from motet.policies.lengths.features import unpack
+from motet.policies.lengths.model import Curve
+from motet.policies.memory.eviction import EvictionName, Lru
+from motet.policies.step.request_queues import QueuesName
+from motet.policies.times.perf_model import MIB
 from motet.services.predictor.examples import read_examples
 from motet.services.predictor.fit import fit
 from motet.shared.model import PerfModel, Slo, WorkerLimits

@@ -36,12 +36,12 @@ from numpy.typing import NDArray
 
 from bench import report
 from bench.watch import Watch
-from motet.policies import shared_cost
-from motet.policies.candidates import Ask
-from motet.policies.choice import Choice, Choose
-from motet.policies.cluster_state import ClusterState
-from motet.policies.dispatch import POLICIES
-from motet.policies.perf_model import MIB
+from motet.policies.cluster import shared_cost
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.choice import Choice, Choose
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.dispatch import POLICIES
+from motet.policies.times.perf_model import MIB
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.memory import LLAMA2_7B

@@ -25,7 +25,7 @@ import torch
 from motet.kernels import GROUPS, LoraPool, PackedLora
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.assist import Channel, loading_of
-from motet.services.worker.assist import CpuAssist
+from motet.services.worker.native.assist_processes import CpuAssist
 
 HIDDEN = 4096
 TOKENS, PROCESSES = 16, (1, 2, 4, 8)

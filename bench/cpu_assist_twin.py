@@ -19,8 +19,8 @@ import numpy as np
 
 from bench import report
 from bench.twin_speed import alpaca_like, limits_of
-from motet.policies.cold_start import AssistRates, Forced
-from motet.policies.perf_model import MIB
+from motet.policies.step.cold_start import AssistRates, Forced
+from motet.policies.times.perf_model import MIB
 from motet.shared.model import MODULES, PerfModel
 from motet.twin.cluster import Cluster
 from motet.twin.link import LinkModel

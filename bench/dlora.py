@@ -1,11 +1,11 @@
 """dLoRA's experiments (OSDI 2024, sections 7.3 to 7.5) on the twin: merging, moves between workers, and what they cost.
 
-One worker with 8 adapters, an hour of arrivals: never, always, or as `policies.merge_decision` says merged; with the paper's
-LoRA (einsum), with kernels like this project's, and without LoRA, the limit of all merging. Then 8 and 32 workers, five and two
-minutes: round-robin over preloaded adapters, dispatch by pending time, and moves of requests on top. Constants were chosen with
-`--tune` on minutes from 301 of the recorded day; results are of minutes from 901, and the load before those alone says which
-adapters are preloaded. `--data DIR` (or MOTET_DATA) holds the traces; without it a power law with bursts and log-normal lengths
-are drawn.
+One worker with 8 adapters, an hour of arrivals: never, always, or as `policies.step.merge_decision` says merged; with the
+paper's LoRA (einsum), with kernels like this project's, and without LoRA, the limit of all merging. Then 8 and 32 workers, five
+and two minutes: round-robin over preloaded adapters, dispatch by pending time, and moves of requests on top. Constants were
+chosen with `--tune` on minutes from 301 of the recorded day; results are of minutes from 901, and the load before those alone
+says which adapters are preloaded. `--data DIR` (or MOTET_DATA) holds the traces; without it a power law with bursts and
+log-normal lengths are drawn.
 
 The worker and the workloads: `bench.dlora_parts`.
 """

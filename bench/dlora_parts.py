@@ -24,15 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.dlora_limit import Grouping
-from motet.policies.baselines import least_pending, pending_ms
-from motet.policies.candidates import Ask
-from motet.policies.choice import Choice, Choose, lightest, spread
-from motet.policies.cluster_state import ON_DEVICE, ClusterState
-from motet.policies.merge_decision import MergeConfig, MergeCosts
-from motet.policies.migration_plan import Held, PlanConfig, Replica, plan
-from motet.policies.perf_model import Floats
-from motet.policies.placement import Room, preload
-from motet.policies.rebalance import RebalanceConfig
+from motet.policies.cluster.baselines import least_pending, pending_ms
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.choice import Choice, Choose, lightest, spread
+from motet.policies.cluster.cluster_state import ON_DEVICE, ClusterState
+from motet.policies.cluster.migration_plan import Held, PlanConfig, Replica, plan
+from motet.policies.cluster.placement import Room, preload
+from motet.policies.cluster.rebalance import RebalanceConfig
+from motet.policies.step.merge_decision import MergeConfig, MergeCosts
+from motet.policies.times.perf_model import Floats
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.twin.cluster import BalanceSpec, Cluster
 from motet.twin.link import LinkModel

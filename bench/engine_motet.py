@@ -18,9 +18,9 @@ MAX_BYTES = 1 << 30  # of an adapter, as a registry's limit: pages of 8 ranks ca
 def make(setup: dict[str, Any]) -> Generate:
     """A function that answers laps with a warm engine, assembled as in a worker, and the adapters in host memory."""
     from bench.mesh_parts import run_engine
-    from motet.policies.step_times import StepTimes
-    from motet.services.worker.assemble import assemble
+    from motet.policies.times.step_times import StepTimes
     from motet.services.worker.config import WorkerConfig
+    from motet.services.worker.native.assemble import assemble
     from motet.services.worker.state import START_PERF
 
     model = Path(setup["model"])

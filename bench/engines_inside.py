@@ -1,7 +1,7 @@
 """A scheduler inside vLLM (`--scheduler-cls`) in which adapters take turns, for the comparison in `bench engines --inside`.
 
-It does inside vLLM what `policies/engine_entry.py` does in front of it: a new request whose adapter finds no slot preempts the
-requests of the adapter that has the fewest. Only vLLM's environment imports this file.
+It does inside vLLM what `policies/step/engine_entry.py` does in front of it: a new request whose adapter finds no slot preempts
+the requests of the adapter that has the fewest. Only vLLM's environment imports this file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from motet.policies.engine_entry import TURN
+from motet.policies.step.engine_entry import TURN
 
 
 class Turns(AsyncScheduler):

@@ -126,9 +126,9 @@ def engine_alone(pipe: Connection, model: str, adapters: Sequence[str], threads:
     `adapters` are PEFT directories.
     """
     from bench.engine_motet import stored_adapter
-    from motet.policies.step_times import StepTimes
-    from motet.services.worker.assemble import assemble
+    from motet.policies.times.step_times import StepTimes
     from motet.services.worker.config import WorkerConfig
+    from motet.services.worker.native.assemble import assemble
     from motet.services.worker.state import START_PERF
 
     config = WorkerConfig.of(model=model, threads=threads)
@@ -163,7 +163,7 @@ def run_engine(
 
     Yields (index of the prompt, new tokens). Raises the error of a request that ends before its `max_tokens`.
     """
-    from motet.services.worker.engine.request import EngineRequest
+    from motet.services.worker.engines.request import EngineRequest
     from motet.shared.model import SamplingParams
 
     lap, now = next(_laps), now_s()

@@ -11,8 +11,8 @@ import sys
 import time
 
 from motet.cli.main import main
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.request import StepOutput
+from motet.services.worker.engines.request import StepOutput
+from motet.services.worker.native.engine import Engine
 from motet.shared import clock
 
 VARIABLE = "MOTET_BENCH_STEP_MS"

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from motet.policies.length_features import unpack
-from motet.policies.length_model import Curve
+from motet.policies.lengths.features import unpack
+from motet.policies.lengths.model import Curve
 from motet.services.predictor.examples import Example, example, read_examples
 from motet.services.predictor.fit import fit
 from motet.services.predictor.judge import BATCH, Judged, class_cuts, judge, latency_ms, spearman

@@ -120,9 +120,9 @@ def _runner(**options: Any) -> Any:
     """A runner with the demo model and adapter i in slot i."""
     from bench.engine_motet import stored_adapter
     from motet.examples.demo.tasks import TASKS
-    from motet.services.worker.engine.adapter_weights import HostAdapter
-    from motet.services.worker.engine.backend import BackendOptions
-    from motet.services.worker.engine.backends.compiled import compiled
+    from motet.services.worker.engines.adapter_weights import HostAdapter
+    from motet.services.worker.native.backend import BackendOptions
+    from motet.services.worker.native.backends.compiled import compiled
 
     runner = compiled(
         BackendOptions(
@@ -143,7 +143,7 @@ def _runner(**options: Any) -> Any:
 
 def _logits(runner: Any, case: Case) -> torch.Tensor:
     """float32 [answer tokens, vocabulary]: the predictions for each token of the answer."""
-    from motet.services.worker.engine.step_batch import StepBatch
+    from motet.services.worker.native.step_batch import StepBatch
 
     rows = len(case.tokens) - 1  # nothing follows the last one
     positions = np.arange(rows)

@@ -22,11 +22,11 @@ import msgspec
 import numpy as np
 
 from bench import report
-from motet.policies.candidates import Ask
-from motet.policies.choice import Choose
-from motet.policies.cluster_state import hash_of
-from motet.policies.dispatch import POLICIES, decide
-from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.choice import Choose
+from motet.policies.cluster.cluster_state import hash_of
+from motet.policies.cluster.dispatch import POLICIES, decide
+from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import Assigning, Heard, Taken
 from motet.services.worker.state import WorkerView

@@ -22,7 +22,7 @@ from typing import Any
 
 from bench import report
 from bench.models import SHAPES, model_and_adapters
-from motet.shared.heap import uncollected
+from motet.shared.malloc import uncollected
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, QUICK_ROUNDS = 5, 1
@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table, return the figures."""
-    from motet.services.worker.engine.quantize import quantize
+    from motet.services.worker.native.quantize import quantize
 
     directory, _ = model_and_adapters(args.model)
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as home:
@@ -83,9 +83,9 @@ def _child(model: str, quantization: str, packed: str, began: str) -> None:
 
         marks.append(time.monotonic())
         from bench.mesh_parts import run_engine
-        from motet.policies.step_times import StepTimes
-        from motet.services.worker import assemble as assembling
+        from motet.policies.times.step_times import StepTimes
         from motet.services.worker.config import WorkerConfig
+        from motet.services.worker.native import assemble as assembling
         from motet.services.worker.state import START_PERF
 
     marks.append(time.monotonic())

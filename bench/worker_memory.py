@@ -49,8 +49,8 @@ from bench.live_worker import BASE, LiveWorker
 from bench.models import SHAPES, model_and_adapters
 from bench.watch import Watch
 from motet.cli.process import free_port
-from motet.services.worker.engine.device_memory import kv_bytes_per_block
-from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.native.device_memory import kv_bytes_per_block
 from motet.services.worker.profiling import random_adapter
 from motet.shared.clock import now_s
 from motet.shared.model import AdapterRef

@@ -17,7 +17,7 @@ from motet.cli.options import config_of  # noqa: E402
 from motet.cli.up_options import StackConfig  # noqa: E402
 from motet.services.gateway import fields as unserved  # noqa: E402
 from motet.services.gateway.config import GatewayConfig  # noqa: E402
-from motet.services.gateway.openapi import document  # noqa: E402
+from motet.services.gateway.edge.openapi import document  # noqa: E402
 from motet.shared.config import Field, ServiceConfig, fields  # noqa: E402
 from motet.shared.telemetry import REGISTRY  # noqa: E402
 from motet.shared.variables import VARIABLES  # noqa: E402

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from motet.kernels.library_attention import Library
 from motet.kernels.memory import expect, give_back, lazy_zeros, reserved
 from motet.kernels.pages import PhysicalPages
-from motet.kernels.sending import fill, send
+from motet.kernels.to_device import fill, send
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """How much context decoding sequences gather at a time, per layer. On a CPU it is what the L2 cache holds."""

@@ -91,7 +91,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     tenant_weight: float = 1.0  # its share relative to other tenants' while workers are saturated
     exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
     predicted_tokens: int = 0  # set by the scheduler: expected output length
-    features: bytes = b""  # policies.length_features: for the predictor; not passed on to workers
+    features: bytes = b""  # policies.lengths.features: for the predictor; not passed on to workers
     prompt_text: str = ""  # an excerpt, for a predictor that reads text; only with --send-prompts, not passed on to workers
     cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt
     priority: int = 0  # 0 or more; waiting requests with a smaller one go first
@@ -214,7 +214,7 @@ class Move(msgspec.Struct, kw_only=True):
 
 class OpenKv(msgspec.Struct, tag="open", kw_only=True):
     """Asks for the KV blocks that are held under a token. `kv_format` is `WorkerLimits.kv_format`; `keys` name the content of
-    the request's full blocks in order (`policies.kv_blocks`). The blocks are held for `within_s` longer."""
+    the request's full blocks in order (`policies.memory.kv_blocks`). The blocks are held for `within_s` longer."""
 
     token: str
     kv_format: str
@@ -439,7 +439,7 @@ class PredictRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int
     max_tokens: int
     min_tokens: int = 0  # as many as max_tokens when the end-of-sequence token is ignored
-    features: bytes = b""  # policies.length_features, packed
+    features: bytes = b""  # policies.lengths.features, packed
     prompt_text: str = ""
     v: int = VERSION
 
@@ -459,7 +459,7 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
     adapter_digest: str
     prompt_tokens: int
     output_tokens: int
-    features: bytes = b""  # policies.length_features, packed
+    features: bytes = b""  # policies.lengths.features, packed
     v: int = VERSION
 
 

@@ -217,7 +217,7 @@ _Rows = Annotated[int, Meta(ge=1)]
 
 
 class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The time of a step, in milliseconds, from what the step reads and computes (`policies.step_fit`)."""
+    """The time of a step, in milliseconds, from what the step reads and computes (`policies.times.step_fit`)."""
 
     rows: Annotated[tuple[_Rows, ...], Meta(min_length=2)]  # ascending
     pass_ms: Annotated[tuple[_Ms, ...], Meta(min_length=2)]  # all rows of a step through the weights, at each of `rows`

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.backend import BackendOptions
-from motet.services.worker.engine.backends import open_backend
-from motet.services.worker.engine.runner import ModelRunner
-from motet.services.worker.engine.step_batch import StepBatch
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.native.backend import BackendOptions
+from motet.services.worker.native.backends import open_backend
+from motet.services.worker.native.runner import ModelRunner
+from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.adapter_blob import write_blob
 from motet.shared.model import MODULES
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from motet.policies.migration_plan import Plan
-from motet.policies.rebalance import RebalanceConfig, Rebalancer
-from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
+from motet.policies.cluster.migration_plan import Plan
+from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer
+from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, Cadence
 from motet.twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from motet.twin.metrics import Metrics, summary
 from motet.twin.scheduler import Delta, Scheduler, SchedulerSpec, Snapshot
@@ -44,7 +44,7 @@ class BusDelays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceSpec:
-    """A planner beside the first scheduler that moves requests between workers (`policies.rebalance`).
+    """A planner beside the first scheduler that moves requests between workers (`policies.cluster.rebalance`).
 
     `clock_s`: real seconds, to measure how long plans take; they take no virtual time.
     """

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
-from motet.policies.batch_core import BatchCore
-from motet.policies.batch_state import S, Sequence
-from motet.policies.cold_start import AssistRates, Copy, Forced, step_ms
-from motet.policies.perf_model import MIB
+from motet.policies.step.batch_core import BatchCore
+from motet.policies.step.batch_state import S, Sequence
+from motet.policies.step.cold_start import AssistRates, Copy, Forced, step_ms
+from motet.policies.times.perf_model import MIB
 from motet.shared.model import PerfModel
 from motet.twin.events import PS_PER_MS, PS_PER_S, to_ps
 
@@ -109,7 +109,7 @@ class DeviceLink:
 
 
 class Copies:
-    """The link of one worker as `policies.batch_core` sees it; and how running copies delay requests and steps."""
+    """The link of one worker as `policies.step.batch_core` sees it; and how running copies delay requests and steps."""
 
     def __init__(self, model: LinkModel, perf: PerfModel) -> None:
         self.perf, self.assist, self.bytes_per_s = perf, model.assist, model.bytes_per_s

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, PercentFormatter
 
-from motet.policies.perf_model import Floats
+from motet.policies.times.perf_model import Floats
 
 SIZE = (4.8, 2.7)  # inches
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from motet.policies.cold_start import AssistRates
+from motet.policies.step.cold_start import AssistRates
 from motet.shared import profile
 from motet.shared.model import WorkerLimits
 from motet.shared.profile import VERSION

@@ -11,7 +11,7 @@ from html import escape
 
 import numpy as np
 
-from motet.policies.perf_model import Floats
+from motet.policies.times.perf_model import Floats
 from motet.twin.events import PS_PER_S
 from motet.twin.figures import Result, cell, table_rows
 from motet.twin.metrics import NEVER, Latencies

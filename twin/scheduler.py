@@ -1,7 +1,7 @@
 """A simulated scheduler: its own copy of the workers' state, delayed as on the bus, plus its own assignments.
 
-`policy` is a name as in the live scheduler's configuration (`policies.dispatch`). The scheduler sees what a live one sees,
-not the workers themselves.
+`policy` is a name as in the live scheduler's configuration (`policies.cluster.dispatch`). The scheduler sees what a live one
+sees, not the workers themselves.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from motet.policies.candidates import Ask
-from motet.policies.choice import Choose
-from motet.policies.cluster_state import hash_of
-from motet.policies.cluster_view import ClusterView
-from motet.policies.dispatch import POLICIES, Decision, decide
-from motet.policies.length_quantiles import LengthQuantiles
-from motet.policies.objectives import Admission
-from motet.policies.worker_book import WorkerBook
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.choice import Choose
+from motet.policies.cluster.cluster_state import hash_of
+from motet.policies.cluster.cluster_view import ClusterView
+from motet.policies.cluster.dispatch import POLICIES, Decision, decide
+from motet.policies.cluster.objectives import Admission
+from motet.policies.cluster.worker_book import WorkerBook
+from motet.policies.lengths.quantiles import LengthQuantiles
 from motet.shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
 from motet.twin.workload import Request
 
@@ -42,7 +42,7 @@ class SchedulerSpec:
 
 
 class Word(msgspec.Struct, kw_only=True):
-    """The facts in every message of a worker (`policies.worker_book`). Workers of the twin neither restart nor drain."""
+    """The facts in every message of a worker (`policies.cluster.worker_book`). Workers of the twin neither restart nor drain."""
 
     worker_id: str
     seq: int

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Protocol
 
-from motet.policies.perf_model import MIB, batch_load, decode_ms, load_ms, prefill_ms
-from motet.policies.step_record import Step
+from motet.policies.times.perf_model import MIB, batch_load, decode_ms, load_ms, prefill_ms
+from motet.policies.times.step_record import Step
 from motet.shared.model import EngineSteps, PerfModel
 from motet.twin.events import to_ps
 
@@ -107,7 +107,7 @@ class LoraShare:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """Step times from what the steps read and compute: the model of `policies.step_fit`, which explains the terms."""
+    """Step times from what the steps read and compute: the model of `policies.times.step_fit`, which explains the terms."""
 
     times: EngineSteps
     perf: PerfModel  # of adapter loads

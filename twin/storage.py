@@ -1,4 +1,4 @@
-"""Simulated disk and object store for `policies.host_tier`: links with a latency and a bandwidth.
+"""Simulated disk and object store for `policies.memory.host_tier`: links with a latency and a bandwidth.
 
 The latencies of concurrent loads overlap, and then the loads share the bandwidth equally.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from motet.policies.host_tier import Load
-from motet.policies.perf_model import MIB
+from motet.policies.memory.host_tier import Load
+from motet.policies.times.perf_model import MIB
 from motet.shared.model import AdapterRef
 from motet.twin.events import STEP, Events, to_ps
 from motet.twin.steps import Link

@@ -4,7 +4,7 @@
     ┌────────────────────────────────────────────────────────────────────────┘
     └─> decide ─> one step, or a run of equal ones ─> advance, draw tokens, end sequences ─> decide ...
 
-A *run* is a number of decode steps that `policies.batch_state.steady_steps` says are all alike. It is one event. An
+A *run* is a number of decode steps that `policies.step.batch_state.steady_steps` says are all alike. It is one event. An
 arrival in the middle shortens it to the end of the step it falls into, where the live engine would see it; a report in the
 middle books the steps that have ended by then:
 
@@ -23,21 +23,21 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, Queues
-from motet.policies.batch_core import BatchCore
-from motet.policies.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, extend_keys, steady_steps
-from motet.policies.cold_start import ColdStarts
-from motet.policies.eviction import EvictionName, make_eviction
-from motet.policies.foresight import Foresight
-from motet.policies.host_tier import HostTier, Load
-from motet.policies.kv_blocks import KvBlocks
-from motet.policies.kv_travel import travel
-from motet.policies.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Modes
-from motet.policies.request_life import Entry
-from motet.policies.request_queues import QueuesName, make_queues
-from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import (
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.eviction import EvictionName, make_eviction
+from motet.policies.memory.host_tier import HostTier, Load
+from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.memory.kv_travel import travel
+from motet.policies.step.batch_admission import AdmissionLimits, Queues
+from motet.policies.step.batch_core import BatchCore
+from motet.policies.step.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, extend_keys, steady_steps
+from motet.policies.step.cold_start import ColdStarts
+from motet.policies.step.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Modes
+from motet.policies.step.request_queues import QueuesName, make_queues
+from motet.policies.worker.foresight import Foresight
+from motet.policies.worker.request_life import Entry
+from motet.policies.worker.worker_core import WorkerCore
+from motet.policies.worker.worker_events import (
     Action,
     Answer,
     Assign,
@@ -53,7 +53,7 @@ from motet.policies.worker_events import (
     Stop,
     Tick,
 )
-from motet.policies.worker_view import View
+from motet.policies.worker.worker_view import View
 from motet.shared.model import AdapterRef, PerfModel, RequestBrief, WorkerLimits
 from motet.twin.events import MESSAGE, PS_PER_S, STEP, Events, to_ps
 from motet.twin.link import Copies, LinkModel

@@ -31,8 +31,8 @@ from motet.kernels import GROUPS, LoraPool
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.assist import Helpers, loading_of
 from motet.kernels.device import DeviceAssist
-from motet.services.worker.assist import CpuAssist
-from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.native.assist_processes import CpuAssist
 
 MODEL = "Llama-3.1-8B"
 RANK = 64  # on all modules: 335 MB of an 8B

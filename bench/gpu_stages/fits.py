@@ -22,7 +22,7 @@ from bench.gpu_stages.shapes import RANKS, projections, write_config
 from bench.live_worker import LiveWorker
 from bench.watch import Watch
 from motet.kernels.triton import LoraBatch, baselines
-from motet.policies.least_squares import not_negative, r_squared
+from motet.policies.times.least_squares import not_negative, r_squared
 from motet.twin.workload import Workload
 
 MODEL = "Llama-3.1-8B"

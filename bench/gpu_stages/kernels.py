@@ -15,8 +15,8 @@ from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.serving import OUTPUT, PROMPT, Served
 from bench.gpu_stages.shapes import RANKS, adapter_bytes
 from bench.mesh_parts import prompts
-from motet.services.worker.engine.checkpoint import parameters
-from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.native.checkpoint import parameters
 from motet.shared.clock import now_s
 from motet.shared.model import SamplingParams
 

@@ -21,13 +21,13 @@ from bench.gpu_stages.bed import Bed, scratch
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import RANKS, another, host_adapter, write_config
 from bench.mesh_parts import prompts
-from motet.policies.step_times import StepTimes
-from motet.services.worker.assemble import assemble
+from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig
-from motet.services.worker.engine.checkpoint import parameters
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.model_config import ModelConfig, read_model_config
-from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.engines.model_config import ModelConfig, read_model_config
+from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.native.assemble import assemble
+from motet.services.worker.native.checkpoint import parameters
+from motet.services.worker.native.engine import Engine
 from motet.services.worker.state import START_PERF
 from motet.shared.clock import now_s
 from motet.shared.model import SamplingParams

@@ -14,8 +14,8 @@ import torch
 
 from motet.kernels import PAGE_RANKS, PackedLora
 from motet.kernels.pool import MODULES
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.model_config import ModelConfig
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import ModelConfig
 
 RANKS = (8, 16, 32, 64)  # of mixed adapters, in turn
 

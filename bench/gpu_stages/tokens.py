@@ -23,16 +23,16 @@ from bench.engine_motet import stored_adapter
 from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.results import Line, Point
 from motet.examples.demo import DEMO
-from motet.policies.cold_start import Forced
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.backend import BackendOptions
-from motet.services.worker.engine.backends import open_backend
-from motet.services.worker.engine.decode_graphs import DecodeBuffers, DecodeGraphs
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.model import Model
-from motet.services.worker.engine.request import EngineLimits, EngineRequest
-from motet.services.worker.engine.runner import ModelRunner
-from motet.services.worker.engine.step_batch import StepBatch
+from motet.policies.step.cold_start import Forced
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.request import EngineLimits, EngineRequest
+from motet.services.worker.native.backend import BackendOptions
+from motet.services.worker.native.backends import open_backend
+from motet.services.worker.native.decode_graphs import DecodeBuffers, DecodeGraphs
+from motet.services.worker.native.engine import Engine
+from motet.services.worker.native.model import Model
+from motet.services.worker.native.runner import ModelRunner
+from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.clock import now_s
 from motet.shared.model import SamplingParams
 

@@ -22,7 +22,7 @@ import torch
 from motet.kernels.attention import kv_block_bytes
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas, build
 from motet.kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
-from motet.kernels.whole_numbers import WholeNumbers
+from motet.kernels.quantized import WholeNumbers
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INTEGERS = {"int8": 3, "int4": 4}

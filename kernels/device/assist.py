@@ -28,7 +28,7 @@ from motet.kernels.cpu.library import CpuEngine
 from motet.kernels.device.streams import DeviceStreams
 from motet.kernels.lora import LoraBatch
 from motet.kernels.pool import GROUPS, LINE, MODULES, LoraPool
-from motet.kernels.sending import send
+from motet.kernels.to_device import send
 
 GROUP_NAMES = tuple(GROUPS)
 X, Y = 0, 1  # sides of a channel

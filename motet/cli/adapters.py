@@ -14,9 +14,9 @@ from urllib.parse import quote
 import click
 from rich.table import Table
 
+from motet.cli.chat import connection, print_json, terminal
 from motet.cli.client import Client
 from motet.cli.status import refused_lines
-from motet.cli.talk import connection, print_json, terminal
 from motet.shared.adapter_chat import is_text_file
 from motet.shared.tokenizer import TEMPLATES_DIR
 

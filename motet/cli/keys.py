@@ -11,8 +11,8 @@ from typing import Any
 import click
 from rich.table import Table
 
+from motet.cli.chat import connection, print_json, terminal
 from motet.cli.client import Client
-from motet.cli.talk import connection, print_json, terminal
 from motet.shared.errors import BadRequest
 from motet.shared.keys import ROLES, add_to_key_file
 from motet.shared.tenancy import DEFAULT_TENANT

@@ -27,8 +27,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "nats-config": ("motet.cli.nats_config:nats_config", "Write a NATS server's configuration and passwords."),
     },
     "Using it": {
-        "chat": ("motet.cli.talk:chat", "Chat with an adapter or the base model."),
-        "complete": ("motet.cli.talk:complete", "Complete a prompt."),
+        "chat": ("motet.cli.chat:chat", "Chat with an adapter or the base model."),
+        "complete": ("motet.cli.chat:complete", "Complete a prompt."),
         "adapters": ("motet.cli.adapters:adapters", "Add, list, show and remove adapters."),
         "keys": ("motet.cli.keys:keys", "Make, list, rotate and revoke API keys."),
         "audit": ("motet.cli.keys:audit", "List who changed which adapter or key, and when."),

@@ -8,9 +8,9 @@ import click
 from rich.progress import Progress
 from rich.table import Table
 
-from motet.cli.talk import terminal
-from motet.policies.length_features import unpack
-from motet.policies.length_model import Curve
+from motet.cli.chat import terminal
+from motet.policies.lengths.features import unpack
+from motet.policies.lengths.model import Curve
 from motet.services.predictor.examples import read_examples
 from motet.services.predictor.judge import BATCH, class_cuts, judge, latency_ms
 from motet.shared.config import ConfigError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from motet.services.worker.engine.checkpoint import check_files
-from motet.services.worker.engine.model_config import quantization_of, read_model_config
-from motet.services.worker.engine.safetensors_files import files_of, opened
+from motet.services.worker.engines.model_config import quantization_of, read_model_config
+from motet.services.worker.engines.safetensors_files import files_of, opened
+from motet.services.worker.native.checkpoint import check_files
 from motet.shared.base_shapes import read_shapes
 from motet.shared.config import ConfigError
 from motet.shared.generation_config import generation_defaults, notes, read_generation_config

@@ -16,11 +16,11 @@ from msgspec.structs import asdict, replace
 from rich.progress import Progress
 from rich.table import Table
 
+from motet.cli.chat import terminal
 from motet.cli.nats_server import NatsServer, NatsStartError
 from motet.cli.options import takes
-from motet.cli.talk import terminal
-from motet.policies.perf_fit import Fitted, fit, fit_link
-from motet.policies.step_fit import fit_steps, undisturbed
+from motet.policies.times.perf_fit import Fitted, fit, fit_link
+from motet.policies.times.step_fit import fit_steps, undisturbed
 from motet.services.worker.config import WorkerConfig
 from motet.shared.bus import Bus
 from motet.shared.config import BusConfig, ConfigError, load

@@ -20,7 +20,7 @@ def quantize(model: str, out: Path, bits: str) -> None:
     The layout is that of compressed-tensors. `motet worker --model OUT` needs no --quantization.
     Embeddings, norms and the matrix to the vocabulary keep their type.
     """
-    from motet.services.worker.engine.quantize import quantize as write  # torch takes seconds to import
+    from motet.services.worker.native.quantize import quantize as write  # torch takes seconds to import
 
     try:
         report = write(resolve_model(model), out, int(bits), lambda name: click.echo(name, err=True))

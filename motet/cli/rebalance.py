@@ -10,8 +10,8 @@ import click
 import orjson
 from rich.table import Table
 
+from motet.cli.chat import connection, terminal
 from motet.cli.client import Client
-from motet.cli.talk import connection, terminal
 
 
 @click.command()

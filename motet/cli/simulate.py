@@ -13,9 +13,9 @@ import orjson
 from numpy.random import Generator
 from rich.table import Table
 
+from motet.cli.chat import terminal
 from motet.cli.progress import bar
-from motet.cli.talk import terminal
-from motet.policies.dispatch import POLICIES
+from motet.policies.cluster.dispatch import POLICIES
 from motet.shared.model import Slo
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.figures import Result, table_rows

@@ -10,8 +10,8 @@ import orjson
 from rich.markup import escape
 from rich.table import Table
 
+from motet.cli.chat import connection, terminal
 from motet.cli.client import Client
-from motet.cli.talk import connection, terminal
 
 REFUSED_SHOWN = 10
 

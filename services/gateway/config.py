@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from motet.services.gateway.calls import ReasoningParser, ToolParser
+from motet.services.gateway.openai.output_parsers import ReasoningParser, ToolParser
 from motet.shared.config import COMMON, PER_PROCESS, BaseModelConfig, Config, ServiceConfig
 from motet.shared.model import Slo
 

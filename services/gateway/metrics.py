@@ -14,9 +14,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from motet.policies.worker_book import Holdings, Known
-from motet.services.gateway.fleet import Fleet
-from motet.services.gateway.stream import Stream
+from motet.policies.cluster.worker_book import Holdings, Known
+from motet.services.gateway.owner.fleet import Fleet
+from motet.services.gateway.owner.stream import Stream
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.messages import AdapterInfo
 from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY

@@ -18,28 +18,28 @@ from pathlib import Path
 import uvicorn
 
 from motet.services.gateway import metrics
-from motet.services.gateway.app import build_app
-from motet.services.gateway.auth import Keys
 from motet.services.gateway.config import GatewayConfig
-from motet.services.gateway.connections import GuardedProtocol, files_for, watch
-from motet.services.gateway.detokenize import Detokenizer
-from motet.services.gateway.fleet import Fleet
-from motet.services.gateway.idempotency import Once
-from motet.services.gateway.intake import Intake
-from motet.services.gateway.lanes import Lanes
-from motet.services.gateway.limits import Limits
-from motet.services.gateway.owner import Owner
-from motet.services.gateway.planner import RequestPlanner
-from motet.services.gateway.profiles import Profiles
-from motet.services.gateway.prompt import Prompts
-from motet.services.gateway.tls import TlsListener
+from motet.services.gateway.edge.app import build_app
+from motet.services.gateway.edge.connections import GuardedProtocol, files_for, watch
+from motet.services.gateway.edge.idempotency import Once
+from motet.services.gateway.edge.tls import TlsListener
+from motet.services.gateway.intake.intake import Intake
+from motet.services.gateway.openai.lanes import Lanes
+from motet.services.gateway.openai.prepare import RequestPlanner
+from motet.services.gateway.openai.profiles import Profiles
+from motet.services.gateway.openai.prompt import Prompts
+from motet.services.gateway.owner.detokenize import Detokenizer
+from motet.services.gateway.owner.fleet import Fleet
+from motet.services.gateway.owner.owner import Owner
+from motet.services.gateway.tenants.auth import Keys
+from motet.services.gateway.tenants.limits import Limits
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import load_certificate
 from motet.shared.errors import Unavailable
-from motet.shared.heap import return_large_buffers
 from motet.shared.hub import resolve_model
+from motet.shared.malloc import return_large_buffers
 from motet.shared.placement import PlacementWatch
 from motet.shared.service import run
 from motet.shared.sockets import bound_socket

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from motet.policies.length_features import pack, request_features, text_features
+from motet.policies.lengths.features import pack, request_features, text_features
 from motet.shared.config import ConfigError
 from motet.shared.model import SamplingParams
 

@@ -16,10 +16,10 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from sklearn.linear_model import Ridge
 
-from motet.policies.length_features import SPACE, TEXT_IDS, unpack
-from motet.policies.length_model import SIDE_WEIGHT, Curve, LengthModel, scaled
-from motet.services.predictor import coding
-from motet.services.predictor.coding import FittedModel, Task
+from motet.policies.lengths.features import SPACE, TEXT_IDS, unpack
+from motet.policies.lengths.model import SIDE_WEIGHT, Curve, LengthModel, scaled
+from motet.services.predictor import codec as coding
+from motet.services.predictor.codec import FittedModel, Task
 
 THRESHOLDS = 20
 ALPHA = 0.6  # of the ridge; best of 0.3 to 2 in cross-validation on the first 64 to 4,000 requests of an instruction set

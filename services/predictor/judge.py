@@ -8,9 +8,9 @@ from time import perf_counter
 import msgspec
 import numpy as np
 
-from motet.policies.length_calibration import Calibration
-from motet.policies.length_model import Curve
-from motet.policies.length_predictor import SHARES
+from motet.policies.lengths.calibration import Calibration
+from motet.policies.lengths.model import Curve
+from motet.policies.lengths.predictor import SHARES
 
 BATCH = 32
 

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from motet.policies.length_features import excerpt
-from motet.policies.length_model import Curve
+from motet.policies.lengths.features import excerpt
+from motet.policies.lengths.model import Curve
 from motet.services.predictor.examples import Example
 from motet.shared.config import ConfigError
 

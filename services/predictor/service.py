@@ -19,16 +19,16 @@ import sys
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
-from motet.policies.length_predictor import Learned, LengthPredictor
-from motet.services.predictor import coding
-from motet.services.predictor.coding import FittedModel, Task
+from motet.policies.lengths.predictor import Learned, LengthPredictor
+from motet.services.predictor import codec as coding
+from motet.services.predictor.codec import FittedModel, Task
 from motet.services.predictor.config import PredictorConfig
-from motet.services.predictor.lane import ProxyLane
+from motet.services.predictor.proxy_batches import ProxyLane
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError
-from motet.shared.heap import return_large_buffers
+from motet.shared.malloc import return_large_buffers
 from motet.shared.messages import Outcome, Prediction, PredictRequest
 from motet.shared.objects import Objects, read_object
 from motet.shared.service import BusService, run

@@ -22,7 +22,7 @@ from typing import TypeVar
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
-from motet.policies import pins
+from motet.policies.worker import pins
 from motet.services.registry.archives import read_archive
 from motet.services.registry.chats import ChatReader
 from motet.services.registry.config import RegistryConfig
@@ -54,9 +54,9 @@ from motet.shared.errors import (
     TooLarge,
     Unavailable,
 )
-from motet.shared.heap import return_large_buffers
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
+from motet.shared.malloc import return_large_buffers
 from motet.shared.messages import (
     AdapterInfo,
     AliasAdapter,

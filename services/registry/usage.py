@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from motet.policies.worker_book import Delta, Known, Shelf, Snapshot, WorkerBook
+from motet.policies.cluster.worker_book import Delta, Known, Shelf, Snapshot, WorkerBook
 from motet.shared.messages import WorkerSnapshot, WorkerState
 from motet.shared.model import RequestBrief, WorkerLimits
 

@@ -5,8 +5,8 @@
     lease lost, long silence ──────> worker removed
 
 - Everything comes in as an event (`events`), so that a decision log can be replayed.
-- `policies.worker_book` decides which messages count, `policies.cluster_view` what they mean.
-- An assignment counts as load from the moment it is made, so that a burst between two states is spread. `policies.flights` says
+- `policies.cluster.worker_book` decides which messages count, `policies.cluster.cluster_view` what they mean.
+- An assignment counts as load from the moment it is made, so that a burst between two states is spread. `policies.cluster.flights` says
   when it stops counting.
 - Any message of a worker clears its marks (`events.Marked`).
 
@@ -15,8 +15,8 @@ Synchronous and without a clock: events carry the time, always this process's ow
 
 from __future__ import annotations
 
-from motet.policies.cluster_view import ClusterView
-from motet.policies.worker_book import Known, WorkerBook
+from motet.policies.cluster.cluster_view import ClusterView
+from motet.policies.cluster.worker_book import Known, WorkerBook
 from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Mark, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.metrics import STATE_GAPS
 from motet.shared.messages import WorkerDelta, WorkerSnapshot, WorkerStatus

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from motet.policies.candidates import Ask
-from motet.policies.dispatch import POLICIES, Decision, decide
-from motet.policies.objectives import Admission
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.dispatch import POLICIES, Decision, decide
+from motet.policies.cluster.objectives import Admission
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import ClusterEvent
 from motet.shared.telemetry import logger

@@ -6,9 +6,9 @@ gets itself. With several schedulers each gets the same share of every adapter's
 
 from __future__ import annotations
 
-from motet.policies.load_forecast import Forecast
-from motet.policies.placement import Room, preload
-from motet.policies.worker_book import Known
+from motet.policies.cluster.placement import Room, preload
+from motet.policies.cluster.worker_book import Known
+from motet.policies.worker.load_forecast import Forecast
 from motet.services.scheduler import metrics
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.shared import subjects

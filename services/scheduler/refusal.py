@@ -11,7 +11,7 @@ every live one is too small for it        -> BadRequest (400)    with the reques
 
 from __future__ import annotations
 
-from motet.policies.candidates import PERMANENT, Ask, Screening
+from motet.policies.cluster.candidates import PERMANENT, Ask, Screening
 from motet.shared.errors import BadRequest, MotetError, Overloaded, PromptTooLong, Unavailable
 
 MEANINGS: dict[str, str] = {

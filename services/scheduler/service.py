@@ -1,6 +1,6 @@
 """The scheduler: takes a request, chooses a worker, assigns it, and answers which worker has it.
 
-    submit ─> predict (at most predict_ms) ─> decide (policies.dispatch)   ─> assign ─> Assigned
+    submit ─> predict (at most predict_ms) ─> decide (policies.cluster.dispatch)   ─> assign ─> Assigned
                                                    ^                            │
                                                    └── next best, `attempts` ───┘ refused, absent or silent
 
@@ -17,19 +17,19 @@ from pathlib import Path
 
 import msgspec
 
-from motet.policies.candidates import Ask, candidates
-from motet.policies.cluster_state import hash_of
-from motet.policies.demand import Demand, Standing
-from motet.policies.dispatch import POLICIES, Decision, decide, seconds_until_room
-from motet.policies.length_quantiles import LengthQuantiles
-from motet.policies.rebalance import RebalanceConfig
-from motet.policies.worker_load import tokens_left
+from motet.policies.cluster.candidates import Ask, candidates
+from motet.policies.cluster.cluster_state import hash_of
+from motet.policies.cluster.demand import Demand, Standing
+from motet.policies.cluster.dispatch import POLICIES, Decision, decide, seconds_until_room
+from motet.policies.cluster.rebalance import RebalanceConfig
+from motet.policies.cluster.worker_load import tokens_left
+from motet.policies.lengths.quantiles import LengthQuantiles
 from motet.services.scheduler import metrics
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
 from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.placer import Placer
-from motet.services.scheduler.planner import Planner
+from motet.services.scheduler.rebalancer import Planner
 from motet.services.scheduler.refusal import RETRY_S, refusal, too_late
 from motet.shared import subjects
 from motet.shared.bus import Bus

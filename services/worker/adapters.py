@@ -1,5 +1,5 @@
-"""Carries out the decisions of `policies.host_tier`: fetches adapters from the object store to files, and maps files into
-memory.
+"""Carries out the decisions of `policies.memory.host_tier`: fetches adapters from the object store to files, and maps files
+into memory.
 
     object store  --fetch, SHA-256 checked, atomic rename-->  disk  --mapped, header checked-->  host  -->  engine
 
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from motet.policies.host_tier import DiskRoom, Evict, Forget
+from motet.policies.memory.host_tier import DiskRoom, Evict, Forget
 from motet.services.worker import metrics
 from motet.services.worker.adapter_files import AdapterFiles, hash_of
 from motet.shared import subjects
@@ -33,7 +33,7 @@ from motet.shared.objects import Objects, read_object
 from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
-    from motet.services.worker.engine.adapter_weights import HostAdapter
+    from motet.services.worker.engines.adapter_weights import HostAdapter
 
 log = logger("motet.worker.adapters")
 FETCH_BASE_S = 15.0

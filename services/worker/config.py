@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from motet.policies.cold_start import Forced
-from motet.policies.eviction import EvictionName
-from motet.policies.request_queues import QueuesName
+from motet.policies.memory.eviction import EvictionName
+from motet.policies.step.cold_start import Forced
+from motet.policies.step.request_queues import QueuesName
 from motet.shared.adapter_blob import PAGE_RANKS, pages_for
 from motet.shared.config import (
     COMMON,

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import numpy as np
 
-from motet.policies.cold_start import AssistRates
-from motet.policies.host_tier import DiskRoom, Evict
-from motet.policies.step_record import Step
-from motet.policies.worker_events import CancelRequest
+from motet.policies.memory.host_tier import DiskRoom, Evict
+from motet.policies.step.cold_start import AssistRates
+from motet.policies.times.step_record import Step
+from motet.policies.worker.worker_events import CancelRequest
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.config import MIB, WorkerConfig
-from motet.services.worker.engine_thread import StepReport
+from motet.services.worker.engines.thread import StepReport
 from motet.services.worker.service import WorkerService
 from motet.shared import subjects
 from motet.shared.adapter_blob import digest_of, write_blob
@@ -44,8 +44,8 @@ from motet.shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, 
 from motet.shared.profile import LinkFacts
 
 if TYPE_CHECKING:
-    from motet.services.worker.engine.adapter_weights import HostAdapter
-    from motet.services.worker.engine.request import CopyStats, StepStats
+    from motet.services.worker.engines.adapter_weights import HostAdapter
+    from motet.services.worker.engines.request import CopyStats, StepStats
 
 RANKS = (8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)

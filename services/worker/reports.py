@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from motet.policies.step_times import StepTimes
-from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
+from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, Cadence
+from motet.policies.times.step_times import StepTimes
 from motet.services.worker.state import WorkerView
 from motet.shared import subjects
 from motet.shared.bus import Bus

@@ -5,7 +5,7 @@
        │                      └─ refused: draining, full, ...        └─ state deltas, metrics, step-time fit
        └─ answered at once, before any of the slow parts
 
-`policies.worker_core` decides about each request and `shell.py` carries it out; this file turns messages into events and
+`policies.worker.worker_core` decides about each request and `shell.py` carries it out; this file turns messages into events and
 implements the process's life cycle. Everything here runs on the event loop. torch is imported in the engine's thread, after
 everything that can be checked without it.
 """
@@ -25,22 +25,22 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from motet.policies.foresight import Foresight
-from motet.policies.host_tier import HostTier
-from motet.policies.kv_blocks import cache_scope
-from motet.policies.step_times import StepTimes
-from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import Assign, CancelRequest, Close, OwnerLost, Pinned, Registered, Stepped, Tick
+from motet.policies.memory.host_tier import HostTier
+from motet.policies.memory.kv_blocks import cache_scope
+from motet.policies.times.step_times import StepTimes
+from motet.policies.worker.foresight import Foresight
+from motet.policies.worker.worker_core import WorkerCore
+from motet.policies.worker.worker_events import Assign, CancelRequest, Close, OwnerLost, Pinned, Registered, Stepped, Tick
 from motet.services.worker import admission, metrics
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
-from motet.services.worker.engine.request import CopyStats, EngineRequest, MergeStats, StepOutput
-from motet.services.worker.engine_protocol import EngineProtocol
-from motet.services.worker.engine_thread import EngineThread, StepReport
+from motet.services.worker.engines.protocol import EngineProtocol
+from motet.services.worker.engines.request import CopyStats, EngineRequest, MergeStats, StepOutput
+from motet.services.worker.engines.thread import EngineThread, StepReport
 from motet.services.worker.frames import FrameSender
-from motet.services.worker.kv_travel import KvTravel
+from motet.services.worker.kv_transfer import KvTravel
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
 from motet.services.worker.state import START_PERF, WorkerView
@@ -52,10 +52,10 @@ from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
 from motet.shared.generation_config import notes
-from motet.shared.heap import uncollected
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
+from motet.shared.malloc import uncollected
 from motet.shared.messages import (
     Accepted,
     Cancel,
@@ -72,8 +72,8 @@ from motet.shared.service import run
 from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
-    from motet.services.worker.assemble import Assembly
-    from motet.services.worker.engine.engine import Engine
+    from motet.services.worker.native.assemble import Assembly
+    from motet.services.worker.native.engine import Engine
     from motet.services.worker.vllm_engine.assemble import VllmAssembly
 
 log = logger("motet.worker")
@@ -126,7 +126,7 @@ class WorkerService:
         # on the same cores a spinning thread waits for one that cannot run: steps were six to ten times longer.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with uncollected():
-            from motet.services.worker.assemble import assemble
+            from motet.services.worker.native.assemble import assemble
 
         made = assemble(
             self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s, loaded=self._on_loaded

@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from motet.policies.host_tier import DiskRoom, Evict, Forget, Load
-from motet.policies.request_life import Entry
-from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import (
+from motet.policies.memory.host_tier import DiskRoom, Evict, Forget, Load
+from motet.policies.worker.request_life import Entry
+from motet.policies.worker.worker_core import WorkerCore
+from motet.policies.worker.worker_events import (
     Action,
     Answer,
     CopyIn,
@@ -36,10 +36,10 @@ from motet.policies.worker_events import (
 )
 from motet.services.worker import metrics
 from motet.services.worker.adapters import AdapterLoader
-from motet.services.worker.engine.request import EngineRequest
-from motet.services.worker.engine_protocol import EngineProtocol
+from motet.services.worker.engines.protocol import EngineProtocol
+from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.frames import FrameSender
-from motet.services.worker.kv_travel import KvTravel
+from motet.services.worker.kv_transfer import KvTravel
 from motet.services.worker.reports import StateReporter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, TooLarge
@@ -47,7 +47,7 @@ from motet.shared.messages import StreamItem
 from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
-    from motet.services.worker.engine.adapter_weights import HostAdapter
+    from motet.services.worker.engines.adapter_weights import HostAdapter
 
 log = logger("motet.worker")
 

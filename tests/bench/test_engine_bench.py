@@ -10,7 +10,7 @@ import pytest
 from bench import engine_serve, models
 from bench.mesh_parts import Lap
 from motet.services.registry.peft import convert
-from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engines.model_config import read_model_config
 from motet.shared.base_shapes import read_shapes
 
 TINY = models.Shape(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=64)

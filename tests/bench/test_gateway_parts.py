@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.gateway_parts import STREAM_TOKENS, VOCABULARY, WORKER, Progress, item_tails, next_frame, words, write_model
 from bench.report import table
-from motet.services.gateway.prompt import Prompts
+from motet.services.gateway.openai.prompt import Prompts
 from motet.shared.bus import decode
 from motet.shared.messages import TokenFrame
 from tests.support_worker import generate_request

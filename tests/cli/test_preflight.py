@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from motet.cli.preflight import preflight
 from motet.examples.demo import DEMO
-from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engines.model_config import read_model_config
 from motet.shared.config import ConfigError
 
 

@@ -14,12 +14,12 @@ import pytest_asyncio
 
 from motet.examples.demo import DEMO
 from motet.kernels.cpu import available_isas
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.request import EngineRequest
-from motet.services.worker.engine_protocol import EngineProtocol
-from motet.services.worker.engine_thread import EngineThread, StepReport
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.engines.protocol import EngineProtocol
+from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.engines.thread import EngineThread, StepReport
+from motet.services.worker.native.engine import Engine
 from motet.services.worker.vllm_engine.core import VllmOptions
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter

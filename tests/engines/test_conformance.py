@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from motet.services.gateway.owner import LOSSES_MAX
-from motet.services.worker.engine.request import EngineRequest
+from motet.services.gateway.owner.owner import LOSSES_MAX
+from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.shared.errors import WorkerLost

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from motet.cli.client import ApiError, Client
 from motet.services.registry.peft import convert
-from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.vllm_engine.core import VllmOptions
 from motet.services.worker.vllm_engine.engine import VLLM, VllmEngine
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter, peft_adapter

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from motet.cli.client import ApiError, Client
 from motet.examples.demo import BASE, DEMO
-from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.vllm_engine.core import VllmOptions
 from motet.services.worker.vllm_engine.engine import POOLING, VllmEngine
 from motet.shared.clock import now_s

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
-from motet.services.gateway.connections import BODY_S, HEAD_S
+from motet.services.gateway.edge.connections import BODY_S, HEAD_S
 from tests.fuzz.mesh import FuzzMesh
 from tests.support import eventually
 

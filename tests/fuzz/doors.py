@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from motet.cli import certificates
-from motet.services.gateway.tls import HANDSHAKE_S
+from motet.services.gateway.edge.tls import HANDSHAKE_S
 from motet.shared.clock import now_s
 from tests.e2e.live import LiveStack
 from tests.support import eventually

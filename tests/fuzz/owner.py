@@ -22,11 +22,11 @@ import msgspec
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from motet.services.gateway import owner as owner_module
-from motet.services.gateway.detokenize import Detokenizer
-from motet.services.gateway.fleet import Fleet
-from motet.services.gateway.owner import LOSSES_MAX, Owner
-from motet.services.gateway.stream import Job, TextDelta
+from motet.services.gateway.owner import owner as owner_module
+from motet.services.gateway.owner.detokenize import Detokenizer
+from motet.services.gateway.owner.fleet import Fleet
+from motet.services.gateway.owner.owner import LOSSES_MAX, Owner
+from motet.services.gateway.owner.stream import Job, TextDelta
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import DeadlineExceeded, ErrorInfo, MotetError, Overloaded, Unavailable, WorkerLost

@@ -14,7 +14,7 @@ import torch
 
 from motet.kernels import GROUPS, AttentionBatch, KvCache, LoraPool, PackedLora, attend
 from motet.kernels.cpu import CpuEngine, Packer, available_isas
-from motet.kernels.whole_numbers import WholeNumbers, round_to
+from motet.kernels.quantized import WholeNumbers, round_to
 from tests.support_integers import to_4_bits, to_8_bits
 from tests.support_kv import Layer, stored
 

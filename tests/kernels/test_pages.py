@@ -18,7 +18,7 @@ from motet.kernels.device.driver import DriverError, OutOfMemory
 from motet.kernels.device.virtual_memory import CudaPages
 from motet.kernels.memory import expect, give_back, reserved
 from motet.kernels.pages import PhysicalPages
-from motet.services.worker.engine.device_memory import DeviceMemory, edge_bytes
+from motet.services.worker.native.device_memory import DeviceMemory, edge_bytes
 from tests.kernels.test_lora import LAYERS, SHAPES, load_or_free
 from tests.support_pages import PAGE, HostPages, driver_library, host_pages
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import read_model_config
 from tests.support_models import make_adapters, make_checkpoint
 
 

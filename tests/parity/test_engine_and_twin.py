@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from msgspec.structs import fields
 
-from motet.policies.cold_start import AssistRates
-from motet.policies.step_record import Step
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.engine import Engine
+from motet.policies.step.cold_start import AssistRates
+from motet.policies.times.step_record import Step
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.native.engine import Engine
 from motet.shared.model import PerfModel, WorkerLimits
 from motet.twin.cluster import Cluster
 from motet.twin.events import PS_PER_MS

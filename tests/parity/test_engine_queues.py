@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.engines.request import EngineRequest
 from tests.services.worker.support_engine import PacedRunner, make_engine, request, run
 
 

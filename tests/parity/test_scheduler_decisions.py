@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from motet.policies.candidates import Ask
-from motet.policies.dispatch import POLICIES, decide
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.dispatch import POLICIES, decide
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup, _records, replay
 from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick

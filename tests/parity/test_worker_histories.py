@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from motet.policies.host_tier import Evict, Forget, HostTier, Load
-from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import Action, Assign, Event, Loaded, Start, Stepped, Stop
-from motet.policies.worker_view import View
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.request import EngineRequest, StepOutput
+from motet.policies.memory.host_tier import Evict, Forget, HostTier, Load
+from motet.policies.worker.worker_core import WorkerCore
+from motet.policies.worker.worker_events import Action, Assign, Event, Loaded, Start, Stepped, Stop
+from motet.policies.worker.worker_view import View
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.request import EngineRequest, StepOutput
+from motet.services.worker.native.engine import Engine
 from motet.shared.model import AdapterRef, RequestBrief, SamplingParams
 from motet.twin.cluster import Cluster
 from motet.twin.link import SHORTEST_WAIT_MS, LinkModel

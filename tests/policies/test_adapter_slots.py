@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.memory.adapter_slots import AdapterSlots
 
 
 def resident(slots: AdapterSlots, *digests: str, size_bytes: int = 10) -> None:

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import COLD_WINDOW, BatchAdmission
-from motet.policies.batch_state import Sequence, StepPlan, remove, steady_steps
-from motet.policies.cold_start import AssistRates, ColdStarts, Forced
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.step.batch_admission import COLD_WINDOW, BatchAdmission
+from motet.policies.step.batch_state import Sequence, StepPlan, remove, steady_steps
+from motet.policies.step.cold_start import AssistRates, ColdStarts, Forced
 from motet.shared.model import PerfModel
 from tests.policies.test_batch_admission import BLOCK_SIZE, World
 

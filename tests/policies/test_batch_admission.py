@@ -7,9 +7,11 @@ from itertools import count
 
 import pytest
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, BatchAdmission
-from motet.policies.batch_state import (
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.memory.ledger import device_budget
+from motet.policies.step.batch_admission import AdmissionLimits, BatchAdmission
+from motet.policies.step.batch_state import (
     AdmissionState,
     Sequence,
     StepPlan,
@@ -20,8 +22,6 @@ from motet.policies.batch_state import (
     steady_steps,
     wait,
 )
-from motet.policies.kv_blocks import KvBlocks
-from motet.policies.memory_ledger import device_budget
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 100
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from motet.policies.candidates import Ask, candidates, screen
-from motet.policies.cluster_state import ClusterState
+from motet.policies.cluster.candidates import Ask, candidates, screen
+from motet.policies.cluster.cluster_state import ClusterState
 from tests.policies.test_cluster_state import brief
 from tests.support_worker import PERF, worker_limits
 

@@ -7,7 +7,17 @@ import random
 import msgspec
 import pytest
 
-from motet.policies.cold_start import MARGIN, TOLERANCE, AssistRates, ColdStarts, Copy, CpuTimes, assisted_ms, choose, step_ms
+from motet.policies.step.cold_start import (
+    MARGIN,
+    TOLERANCE,
+    AssistRates,
+    ColdStarts,
+    Copy,
+    CpuTimes,
+    assisted_ms,
+    choose,
+    step_ms,
+)
 from motet.shared.model import PerfModel
 
 LAYERS = 8

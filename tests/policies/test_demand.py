@@ -1,4 +1,4 @@
-"""Promises of `policies.demand`: a loud tenant is recognised by its recent requests, not by how many it has running."""
+"""Promises of `policies.cluster.demand`: a loud tenant is recognised by its recent requests, not by how many it has running."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.policies.demand import FORGET_EVERY_S, LEAST, MEMORY_S, Demand
+from motet.policies.cluster.demand import FORGET_EVERY_S, LEAST, MEMORY_S, Demand
 
 
 def test_a_tenant_alone_asks_for_its_share():

@@ -7,10 +7,10 @@ from collections import Counter
 import msgspec
 import pytest
 
-from motet.policies.candidates import Ask
-from motet.policies.choice import Choose
-from motet.policies.cluster_state import ClusterState, hash_of
-from motet.policies.dispatch import POLICIES, Decision, decide
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.choice import Choose
+from motet.policies.cluster.cluster_state import ClusterState, hash_of
+from motet.policies.cluster.dispatch import POLICIES, Decision, decide
 from tests.policies.test_cluster_state import brief
 from tests.support_worker import PERF, worker_limits
 

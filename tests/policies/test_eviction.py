@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.eviction import REFRESH_S, Eviction, EvictionName, Gdsf, NextUse, Score, make_eviction
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.eviction import REFRESH_S, Eviction, EvictionName, Gdsf, NextUse, Score, make_eviction
 
 NAMES = get_args(EvictionName)
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from motet.policies.cluster_state import ClusterState
-from motet.policies.flights import SNAPSHOTS_WITHOUT, Flights
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.flights import SNAPSHOTS_WITHOUT, Flights
 from motet.shared.model import Phase, RequestBrief, WorkerLimits
 from motet.twin.steps import A10_MBGMV
 

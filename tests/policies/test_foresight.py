@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, Sequence, StepPlan
-from motet.policies.batch_core import BatchCore
-from motet.policies.cold_start import ColdStarts
-from motet.policies.eviction import EvictionName, make_eviction
-from motet.policies.foresight import AGAIN_S, LOOKED_AT, Foresight
-from motet.policies.host_tier import Evict, HostTier, Load
-from motet.policies.kv_blocks import KvBlocks
-from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import CopyIn, Loaded, Registered, Stepped, Tick
-from motet.policies.worker_view import View
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.eviction import EvictionName, make_eviction
+from motet.policies.memory.host_tier import Evict, HostTier, Load
+from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.step.batch_admission import AdmissionLimits, Sequence, StepPlan
+from motet.policies.step.batch_core import BatchCore
+from motet.policies.step.cold_start import ColdStarts
+from motet.policies.worker.foresight import AGAIN_S, LOOKED_AT, Foresight
+from motet.policies.worker.worker_core import WorkerCore
+from motet.policies.worker.worker_events import CopyIn, Loaded, Registered, Stepped, Tick
+from motet.policies.worker.worker_view import View
 from motet.shared.model import AdapterRef
 from motet.twin.cluster import Cluster
 from motet.twin.link import Copies, LinkModel

@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from motet.policies.eviction import Lru
-from motet.policies.host_tier import LOADS_AT_ONCE, Evict, Forget, HostTier, Load, TierAction
+from motet.policies.memory.eviction import Lru
+from motet.policies.memory.host_tier import LOADS_AT_ONCE, Evict, Forget, HostTier, Load, TierAction
 from motet.shared.model import AdapterRef
 
 SIZE = 100

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from motet.policies.kv_blocks import KvBlocks, cache_scope, chain_key, root_key
+from motet.policies.memory.kv_blocks import KvBlocks, cache_scope, chain_key, root_key
 
 
 def keys_of(tokens: list[int], *, adapter: str = "", block_size: int = 4) -> list[bytes]:

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from motet.policies.least_squares import not_negative
+from motet.policies.times.least_squares import not_negative
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,7 +6,7 @@ from math import log
 
 import pytest
 
-from motet.policies.length_calibration import BINS, MIN_SAMPLES, PRIOR, Calibration, pinball
+from motet.policies.lengths.calibration import BINS, MIN_SAMPLES, PRIOR, Calibration, pinball
 
 
 def observed(

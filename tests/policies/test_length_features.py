@@ -7,7 +7,7 @@ from zlib import crc32
 
 import pytest
 
-from motet.policies.length_features import SIDE_IDS, TEXT_IDS, request_features, steps, text_features
+from motet.policies.lengths.features import SIDE_IDS, TEXT_IDS, request_features, steps, text_features
 from motet.shared.model import SamplingParams
 
 

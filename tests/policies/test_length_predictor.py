@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from motet.policies.length_calibration import BINS, Calibration
-from motet.policies.length_features import (
+from motet.policies.lengths.calibration import BINS, Calibration
+from motet.policies.lengths.features import (
     FEATURES_MAX,
     SPACE,
     TEXT_IDS,
@@ -19,9 +19,9 @@ from motet.policies.length_features import (
     text_features,
     unpack,
 )
-from motet.policies.length_model import Curve, falling
-from motet.policies.length_predictor import FIRST_FIT, LengthPredictor
-from motet.services.predictor import coding
+from motet.policies.lengths.model import Curve, falling
+from motet.policies.lengths.predictor import FIRST_FIT, LengthPredictor
+from motet.services.predictor import codec as coding
 from motet.services.predictor.fit import fit
 from motet.shared.model import SamplingParams
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from motet.policies import length_quantiles
-from motet.policies.length_quantiles import _EDGES, DECAY, DEFAULT_TOKENS, MIN_SAMPLES, Estimate, LengthQuantiles
+from motet.policies.lengths import quantiles as length_quantiles
+from motet.policies.lengths.quantiles import _EDGES, DECAY, DEFAULT_TOKENS, MIN_SAMPLES, Estimate, LengthQuantiles
 
 HUGE = 1 << 30
 

@@ -8,15 +8,15 @@ from array import array
 
 import pytest
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits
-from motet.policies.batch_core import BatchCore
-from motet.policies.batch_state import Sequence, StepPlan, advance, steady_steps
-from motet.policies.cold_start import ColdStarts
-from motet.policies.kv_blocks import KvBlocks, chain_key, root_key
-from motet.policies.memory_boundary import Boundary
-from motet.policies.memory_ledger import device_budget
-from motet.policies.memory_worth import Reuse
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.boundary import Boundary
+from motet.policies.memory.kv_blocks import KvBlocks, chain_key, root_key
+from motet.policies.memory.ledger import device_budget
+from motet.policies.memory.worth import Reuse
+from motet.policies.step.batch_admission import AdmissionLimits
+from motet.policies.step.batch_core import BatchCore
+from motet.policies.step.batch_state import Sequence, StepPlan, advance, steady_steps
+from motet.policies.step.cold_start import ColdStarts
 from motet.shared.model import PerfModel
 
 SIZE, BLOCK = 4, 10  # tokens and bytes of a KV block

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.host_tier import HostTier, Load
-from motet.policies.kv_blocks import KvBlocks
-from motet.policies.memory_ledger import Budget, device_budget, host_budget
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.host_tier import HostTier, Load
+from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.memory.ledger import Budget, device_budget, host_budget
 from motet.shared.model import AdapterRef
 
 BLOCK, ADAPTER = 10, 30

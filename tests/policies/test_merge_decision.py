@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.policies.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Mode, displaced, repay, transfer
+from motet.policies.step.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Mode, displaced, repay, transfer
 
 COSTS = MergeCosts(switch_ms=50.0, step_ms=40.0, row_ms=0.1, lora=0.389)
 counts = st.dictionaries(st.sampled_from(("", "a", "b", "c")), st.integers(1, 20), min_size=1)

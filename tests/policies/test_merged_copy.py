@@ -8,16 +8,16 @@ from collections.abc import Mapping
 
 import pytest
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits
-from motet.policies.batch_core import BatchCore
-from motet.policies.batch_state import Sequence, StepPlan, advance
-from motet.policies.kv_blocks import KvBlocks
-from motet.policies.memory_ledger import Budget
-from motet.policies.merge_decision import MergeConfig, Merging, Mode
-from motet.policies.merged_copy import NOTHING_KNOWN, START_MS_PER_MIB, MergedCopy, SpareMemory
-from motet.policies.perf_model import MIB
-from motet.policies.step_record import Step
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.memory.ledger import Budget
+from motet.policies.step.batch_admission import AdmissionLimits
+from motet.policies.step.batch_core import BatchCore
+from motet.policies.step.batch_state import Sequence, StepPlan, advance
+from motet.policies.step.merge_decision import MergeConfig, Merging, Mode
+from motet.policies.step.merged_copy import NOTHING_KNOWN, START_MS_PER_MIB, MergedCopy, SpareMemory
+from motet.policies.times.perf_model import MIB
+from motet.policies.times.step_record import Step
 from motet.shared.model import PerfModel
 
 SIZE, BLOCK = 4, 1000  # tokens and bytes of a KV block

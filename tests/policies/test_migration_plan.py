@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from motet.policies.migration_plan import Held, Plan, PlanConfig, Replica, plan
+from motet.policies.cluster.migration_plan import Held, Plan, PlanConfig, Replica, plan
 
 ADAPTERS = "abcd"
 MEMORY = dict.fromkeys(ADAPTERS, 10.0)

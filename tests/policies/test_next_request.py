@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from motet.policies import next_request
-from motet.policies.next_request import LEAST_ROOM, MAX_ADAPTERS, NextRequest
+from motet.policies.memory import next_request
+from motet.policies.memory.next_request import LEAST_ROOM, MAX_ADAPTERS, NextRequest
 
 
 def learned(requests: list[str]) -> NextRequest:

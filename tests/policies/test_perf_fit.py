@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from motet.policies.perf_fit import fit
-from motet.policies.perf_model import decode_ms, lora_load, prefill_ms
-from motet.policies.step_record import Step
+from motet.policies.times.perf_fit import fit
+from motet.policies.times.perf_model import decode_ms, lora_load, prefill_ms
+from motet.policies.times.step_record import Step
 from motet.shared.model import PerfModel
 from tests.support_worker import PERF
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from array import array
 
-from motet.policies import pins
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits
-from motet.policies.batch_core import BatchCore
-from motet.policies.batch_state import Sequence
-from motet.policies.host_tier import Evict, HostTier, Load
-from motet.policies.kv_blocks import KvBlocks
-from motet.policies.worker_core import PIN_RETRY_S, WorkerCore
-from motet.policies.worker_events import CopyIn, Loaded, LoadFailed, PinAdapters, Pinned, Registered, Stepped, Tick
-from motet.policies.worker_view import View
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.host_tier import Evict, HostTier, Load
+from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.step.batch_admission import AdmissionLimits
+from motet.policies.step.batch_core import BatchCore
+from motet.policies.step.batch_state import Sequence
+from motet.policies.worker import pins
+from motet.policies.worker.worker_core import PIN_RETRY_S, WorkerCore
+from motet.policies.worker.worker_events import CopyIn, Loaded, LoadFailed, PinAdapters, Pinned, Registered, Stepped, Tick
+from motet.policies.worker.worker_view import View
 from motet.shared.model import AdapterRef
 from tests.policies.test_worker_core import assign, only_start
 from tests.support_worker import worker_limits

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.policies.placement import Room, preload
+from motet.policies.cluster.placement import Room, preload
 
 SIZE = dict.fromkeys("abcdefgh", 10)
 

@@ -8,13 +8,13 @@ import time
 import msgspec
 import pytest
 
-from motet.policies import rank_aware
-from motet.policies.candidates import Ask
-from motet.policies.cluster_state import ClusterState
-from motet.policies.dispatch import Decision, decide, seconds_until_room
-from motet.policies.perf_model import decode_ms, lora_load, prefill_ms
-from motet.policies.rank_aware import PENALTY_MS
-from motet.policies.worker_load import tokens_to_prefill
+from motet.policies.cluster import rank_aware
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.dispatch import Decision, decide, seconds_until_room
+from motet.policies.cluster.rank_aware import PENALTY_MS
+from motet.policies.cluster.worker_load import tokens_to_prefill
+from motet.policies.times.perf_model import decode_ms, lora_load, prefill_ms
 from motet.shared.model import PerfModel
 from tests.policies.test_cluster_state import brief
 from tests.support_worker import PERF, worker_limits

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from motet.policies.cluster_state import ClusterState
-from motet.policies.migration_plan import PlanConfig
-from motet.policies.perf_model import Kernel
-from motet.policies.rebalance import RebalanceConfig, Rebalancer, waits_ms
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.migration_plan import PlanConfig
+from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer, waits_ms
+from motet.policies.times.perf_model import Kernel
 from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
 
 PERF = PerfModel(

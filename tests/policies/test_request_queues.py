@@ -7,12 +7,12 @@ from itertools import count, pairwise
 import numpy as np
 import pytest
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, steps_until_room
-from motet.policies.batch_core import BatchCore
-from motet.policies.batch_state import Sequence, StepPlan, advance, due_s
-from motet.policies.kv_blocks import KvBlocks
-from motet.policies.request_queues import (
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.step.batch_admission import AdmissionLimits, steps_until_room
+from motet.policies.step.batch_core import BatchCore
+from motet.policies.step.batch_state import Sequence, StepPlan, advance, due_s
+from motet.policies.step.request_queues import (
     FIRST,
     PutOff,
     QueuesName,

@@ -7,8 +7,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from motet.policies import shared_cost
-from motet.policies.perf_model import decode_ms
+from motet.policies.cluster import shared_cost
+from motet.policies.times.perf_model import decode_ms
 from tests.policies.test_cluster_state import brief
 from tests.policies.test_dispatch import MIB, ask, choose, cluster, load
 from tests.support_worker import PERF, worker_limits

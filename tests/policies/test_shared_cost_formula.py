@@ -1,4 +1,4 @@
-"""Promise: the cost computed for all workers at once equals the plain formula of `policies.shared_cost` for each worker."""
+"""Promise: the cost computed for all workers at once equals the plain formula of `policies.cluster.shared_cost` for each worker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.policies import shared_cost
-from motet.policies.candidates import Ask
-from motet.policies.cluster_state import ClusterState
-from motet.policies.perf_model import Kernel
-from motet.policies.shared_cost import Seen
+from motet.policies.cluster import shared_cost
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.shared_cost import Seen
+from motet.policies.times.perf_model import Kernel
 from motet.shared.model import PerfModel, Phase, RequestBrief
 from tests.support_worker import worker_limits
 

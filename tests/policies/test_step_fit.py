@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from motet.policies.perf_model import MIB
-from motet.policies.step_fit import FEW, fit_steps, undisturbed
-from motet.policies.step_record import Step
+from motet.policies.times.perf_model import MIB
+from motet.policies.times.step_fit import FEW, fit_steps, undisturbed
+from motet.policies.times.step_record import Step
 
 SAMPLED, PREFILL, ADAPTER_MIB, ROW_RANK, CONTEXT, LONGEST, PAIR = 0.05, 0.4, 0.11, 0.0004, 0.0006, 0.003, 0.0002
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from motet.policies.batch_state import Sequence
-from motet.policies.step_record import Step
+from motet.policies.step.batch_state import Sequence
+from motet.policies.times.step_record import Step
 
 
 def sequence(rank: int, slot: int, *, computed: int = 0, scheduled: int = 1) -> Sequence:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from motet.policies.step_record import Step
-from motet.policies.step_times import StepTimes
+from motet.policies.times.step_record import Step
+from motet.policies.times.step_times import StepTimes
 from motet.services.worker.state import START_PERF
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from motet.policies.cluster_view import ClusterView
-from motet.policies.worker_book import DISK_SNAPSHOTS, MAX_BEATS, SNAPSHOT_REQUESTS, Cadence, Shelf, WorkerBook
+from motet.policies.cluster.cluster_view import ClusterView
+from motet.policies.cluster.worker_book import DISK_SNAPSHOTS, MAX_BEATS, SNAPSHOT_REQUESTS, Cadence, Shelf, WorkerBook
 from motet.services.worker.state import START_PERF, WorkerView
 from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import Residency

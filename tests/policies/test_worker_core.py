@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from motet.policies.host_tier import Evict, Forget, HostTier, Load
-from motet.policies.request_life import TRANSITIONS, Entry, Key
-from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import (
+from motet.policies.memory.host_tier import Evict, Forget, HostTier, Load
+from motet.policies.worker.request_life import TRANSITIONS, Entry, Key
+from motet.policies.worker.worker_core import WorkerCore
+from motet.policies.worker.worker_events import (
     Answer,
     Assign,
     CancelRequest,
@@ -33,7 +33,7 @@ from motet.policies.worker_events import (
     Stop,
     TooLargeForHost,
 )
-from motet.policies.worker_view import View
+from motet.policies.worker.worker_view import View
 from motet.shared.model import AdapterRef, RequestBrief
 from tests.support_worker import brief_of, generate_request, worker_limits
 

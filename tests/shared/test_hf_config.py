@@ -17,8 +17,8 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from motet.services.worker.engine.model import inverse_frequencies
-from motet.services.worker.engine.model_config import ModelConfig, parse_model_config
+from motet.services.worker.engines.model_config import ModelConfig, parse_model_config
+from motet.services.worker.native.model import inverse_frequencies
 from motet.shared.base_shapes import shapes_of
 from motet.shared.hf_config import DEFAULTS, FAMILIES, SPELLINGS, UnsupportedModel, canonical, contradictions
 

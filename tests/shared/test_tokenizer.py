@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.shared.tokenizer import load_tokenizer
 from tests.services.gateway import support_tokenizers as kinds
 

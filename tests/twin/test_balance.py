@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from motet.policies.candidates import Ask
-from motet.policies.choice import Choice
-from motet.policies.cluster_state import ClusterState
-from motet.policies.migration_plan import PlanConfig
-from motet.policies.rebalance import RebalanceConfig
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.choice import Choice
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.migration_plan import PlanConfig
+from motet.policies.cluster.rebalance import RebalanceConfig
 from motet.twin.cluster import BalanceSpec, Cluster
 from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from motet.policies.cold_start import AssistRates, Forced
+from motet.policies.step.cold_start import AssistRates, Forced
 from motet.twin.link import DeviceLink, LinkModel
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.worker import WorkerSpec

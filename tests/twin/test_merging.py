@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from motet.policies.merge_decision import MergeConfig, MergeCosts
+from motet.policies.step.merge_decision import MergeConfig, MergeCosts
 from motet.twin.metrics import Latencies
 from motet.twin.steps import A10_MBGMV, LoraShare, PerfSteps
 from motet.twin.worker import MergeSpec, WorkerSpec

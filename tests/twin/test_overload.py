@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from motet.policies.objectives import Admission
+from motet.policies.cluster.objectives import Admission
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.twin.cluster import Cluster
 from motet.twin.metrics import Latencies

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from motet.policies.cold_start import AssistRates
+from motet.policies.step.cold_start import AssistRates
 from motet.shared.profile import FileError, LinkFacts, write_profile
 from motet.twin.link import LinkModel
 from motet.twin.profile import a10_llama2_7b, read_profile

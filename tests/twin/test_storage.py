@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from motet.policies.host_tier import LOADS_AT_ONCE, HostTier, Load
+from motet.policies.memory.host_tier import LOADS_AT_ONCE, HostTier, Load
 from motet.shared.model import AdapterRef
 from motet.twin.events import PS_PER_MS, Events
 from motet.twin.steps import Link

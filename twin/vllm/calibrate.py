@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.least_squares import not_negative
+from motet.policies.times.least_squares import not_negative
 from motet.twin.vllm.steps import TERMS, VllmStepModel, features
 from motet.twin.vllm.tables import Row, rows
 

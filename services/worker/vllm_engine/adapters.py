@@ -2,7 +2,7 @@
 
     files ──bring──> host memory and slot ──free──> host memory ──(the worker's copy is gone)──> removed
 
-`policies/engine_entry.py` decides which adapters have slots. This file carries that out with commands that vLLM executes
+`policies/step/engine_entry.py` decides which adapters have slots. This file carries that out with commands that vLLM executes
 between two steps. A task sends its command as soon as it begins, and tasks begin in the order in which they are made. So a
 command for an adapter reaches vLLM before the requests that follow it, and only the reading of files is waited for.
 """

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.policies.pins import PIN_SHARE
+from motet.policies.worker.pins import PIN_SHARE
 from motet.services.worker.config import GIB, LORA_LEAST_MIB, MIB, WorkerConfig, free_host_bytes
-from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine_thread import StepReport
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.engines.thread import StepReport
 from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter
@@ -26,7 +26,7 @@ CPU_KV_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class VllmAssembly:
-    """The counterpart of the native engine's `services.worker.assemble.Assembly`."""
+    """The counterpart of the native engine's `services.worker.native.assemble.Assembly`."""
 
     limits: WorkerLimits
     vocab_size: int

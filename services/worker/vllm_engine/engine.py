@@ -29,15 +29,15 @@ from functools import partial
 from itertools import count
 from typing import Any, cast
 
-from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.engine_entry import EngineEntry, EntryLimits
-from motet.policies.eviction import EvictionName, make_eviction
-from motet.policies.kv_blocks import KvBlocks
-from motet.policies.request_queues import QueuesName, make_queues
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.eviction import EvictionName, make_eviction
+from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.step.engine_entry import EngineEntry, EntryLimits
+from motet.policies.step.request_queues import QueuesName, make_queues
 from motet.services.worker import metrics
-from motet.services.worker.engine.request import EngineRequest, ResidencyChange, StepOutput, StepStats
-from motet.services.worker.engine_protocol import Capabilities
-from motet.services.worker.engine_thread import StepReport
+from motet.services.worker.engines.protocol import Capabilities
+from motet.services.worker.engines.request import EngineRequest, ResidencyChange, StepOutput, StepStats
+from motet.services.worker.engines.thread import StepReport
 from motet.services.worker.vllm_engine.adapters import CoreAdapters
 from motet.services.worker.vllm_engine.core import Core, VllmOptions, start_core, warm
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter

@@ -10,9 +10,9 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from motet.policies.batch_state import due_s
-from motet.policies.engine_entry import Entrant
-from motet.services.worker.engine.request import EngineRequest
+from motet.policies.step.batch_state import due_s
+from motet.policies.step.engine_entry import Entrant
+from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.vllm_engine.core import Core
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.shared.errors import BadRequest, MotetError

@@ -15,9 +15,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from motet.services.gateway.profiles import ForeignTemplate, Profiles
-from motet.services.gateway.prompt import Prompts
-from motet.services.gateway.rendering import TENANT_WAITING_MAX, Renderers
+from motet.services.gateway.openai.profiles import ForeignTemplate, Profiles
+from motet.services.gateway.openai.prompt import Prompts
+from motet.services.gateway.openai.rendering import TENANT_WAITING_MAX, Renderers
 from motet.services.gateway.service import GatewayService
 from motet.shared import subjects
 from motet.shared.adapter_chat import AdapterChat, Template, read_chat
@@ -127,7 +127,7 @@ async def test_a_template_that_the_base_has_too_starts_no_process(tmp_path: Path
 async def test_each_hostile_template_is_refused_while_another_tenant_is_served_and_the_loop_runs(
     renderers: Renderers, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("motet.services.gateway.rendering.WALL_S", 60.0)  # the machine may be busy with other tests
+    monkeypatch.setattr("motet.services.gateway.openai.rendering.WALL_S", 60.0)  # the machine may be busy with other tests
     good = Render(source=TEMPLATE, special={}, messages=USER)
     assert await renderers.render("good", good) == "[user]hello world"  # the processes have started
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -241,7 +241,7 @@ async def test_without_adapter_chats_the_base_models_template_is_used(
 async def test_a_hostile_template_is_a_400_for_its_request(
     mesh: Mesh, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("motet.services.gateway.rendering.WALL_S", 60.0)
+    monkeypatch.setattr("motet.services.gateway.openai.rendering.WALL_S", 60.0)
     chat = AdapterChat(templates={"default": Template(source="{{ 9 ** (9 ** 9) }}", reads=(), takes_images=False)})
     kv = await mesh.bus.key_value(subjects.KV_ADAPTERS)
     await kv.put(f"chat.{chat.digest}", msgspec.json.encode(chat))

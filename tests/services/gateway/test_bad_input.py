@@ -14,7 +14,7 @@ import msgspec
 import openai
 import pytest
 
-from motet.services.gateway import http as gateway_http
+from motet.services.gateway.edge import http as gateway_http
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, running_gateway
 from tests.support import eventually

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.services.gateway import body_shape
-from motet.services.gateway.body_shape import CONTAINERS_MAX, KEYS_MAX, SMALL_BYTES, TEXTS_MAX, VALUES_MAX
+from motet.services.gateway.openai import body_shape
+from motet.services.gateway.openai.body_shape import CONTAINERS_MAX, KEYS_MAX, SMALL_BYTES, TEXTS_MAX, VALUES_MAX
 from motet.shared.errors import BadRequest
 from tests.fuzz.bodies import filled
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from motet.services.gateway import connections
-from motet.services.gateway import http as http_parts
+from motet.services.gateway.edge import connections
+from motet.services.gateway.edge import http as http_parts
 from motet.shared.clock import now_s
 from motet.shared.messages import unpack_tokens
 from tests.services.gateway.conftest import Mesh

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer
 
-from motet.services.gateway.detokenize import Detokenizer, StopFilter
+from motet.services.gateway.owner.detokenize import Detokenizer, StopFilter
 from tests.services.gateway import support_tokenizers as kinds
 
 TEXTS = [

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from motet.services.gateway import embeddings
+from motet.services.gateway.openai import embeddings
 from motet.shared.errors import BadRequest, WorkerLost
 from motet.shared.messages import GenerateRequest, unpack_tokens
 from motet.shared.model import EmbeddingParams
@@ -74,7 +74,7 @@ async def test_several_inputs_keep_their_order(mesh: Mesh, client: Client, input
 async def test_few_inputs_of_a_long_list_are_in_the_mesh_at_a_time(
     mesh: Mesh, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("motet.services.gateway.embeddings.AT_ONCE", 2)
+    monkeypatch.setattr("motet.services.gateway.openai.embeddings.AT_ONCE", 2)
     asking = asyncio.ensure_future(client.embeddings.create(model="demo", input=["x"] * 5, encoding_format="float"))
     for number in range(5):
         request = await assigned(mesh.first, number + 1)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.policies.tenant_shares import Part, TenantShares
-from motet.services.gateway import encoding
-from motet.services.gateway.encoding import Rows, encoded
+from motet.services.gateway.owner import encoding
+from motet.services.gateway.owner.encoding import Rows, encoded
 from motet.shared.clock import now_s
 from motet.shared.errors import AnswerTooLarge, Overloaded
 from motet.shared.messages import TokenLogprobs

@@ -12,7 +12,7 @@ import openai.types.completion_create_params as openai_completions
 import openai.types.embedding_create_params as openai_embeddings
 import pytest
 
-from motet.services.gateway import embeddings, fields, protocol
+from motet.services.gateway.openai import embeddings, fields, protocol
 from motet.shared.errors import BadRequest
 
 ROOT = Path(__file__).resolve().parents[3]

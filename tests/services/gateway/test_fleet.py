@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from motet.policies.worker_book import Shelf
-from motet.services.gateway.fleet import Fleet
+from motet.policies.cluster.worker_book import Shelf
+from motet.services.gateway.owner.fleet import Fleet
 from motet.services.worker.state import START_PERF, WorkerView
 from tests.support import eventually
 from tests.support_worker import brief_of, generate_request, worker_limits

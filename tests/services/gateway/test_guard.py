@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from starlette.datastructures import Headers
 
-from motet.services.gateway.guard import Guard
+from motet.services.gateway.edge.guard import Guard
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 

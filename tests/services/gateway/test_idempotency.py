@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from motet.services.gateway import idempotency
+from motet.services.gateway.edge import idempotency
 from motet.shared.errors import Conflict, Overloaded
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned

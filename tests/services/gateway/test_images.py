@@ -12,9 +12,9 @@ import aiohttp
 import openai
 import pytest
 
-from motet.services.gateway import conversation
-from motet.services.gateway.planner import REQUEST_BYTES
-from motet.services.gateway.prompt import Prompts
+from motet.services.gateway.openai import conversation
+from motet.services.gateway.openai.prepare import REQUEST_BYTES
+from motet.services.gateway.openai.prompt import Prompts
 from motet.services.gateway.service import GatewayService
 from motet.shared.errors import BadRequest, WorkerLost
 from motet.shared.messages import Image, unpack_tokens
@@ -127,7 +127,7 @@ async def test_images_are_bounded_in_number_and_bytes(eyes: Mesh, monkeypatch: p
 
 
 async def test_a_gateway_holds_no_more_bytes_of_images_than_it_may(eyes: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.services.gateway.owner.IMAGE_BYTES_MAX", 2 * len(PNG))
+    monkeypatch.setattr("motet.services.gateway.owner.owner.IMAGE_BYTES_MAX", 2 * len(PNG))
     async with openai.AsyncOpenAI(base_url=f"{eyes.url}/v1", api_key="any", max_retries=0) as client:
         first = asyncio.ensure_future(client.chat.completions.create(**asking(image(), image())))
         request = await assigned(eyes.first)

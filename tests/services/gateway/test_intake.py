@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
-from motet.services.gateway import intake
+from motet.services.gateway.intake import intake
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import Overloaded, Unavailable

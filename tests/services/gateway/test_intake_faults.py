@@ -14,7 +14,7 @@ from nats.js import errors as js_errors
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
 from motet.cli.nats_server import NatsServer
-from motet.services.gateway import durable, intake
+from motet.services.gateway.intake import durable, intake
 from motet.services.gateway.service import GatewayService
 from motet.services.registry.config import RegistryConfig
 from motet.shared import subjects

@@ -6,7 +6,7 @@ import aiohttp
 import openai
 import pytest
 
-from motet.services.gateway import sse
+from motet.services.gateway.edge import sse
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned
 

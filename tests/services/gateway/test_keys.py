@@ -366,8 +366,8 @@ def test_loopback_is_what_only_this_machine_reaches() -> None:
 
 
 def test_a_key_file_contradicts_keys_being_off(tmp_path: Path, key_file: Path) -> None:
-    from motet.services.gateway.auth import Keys
     from motet.services.gateway.config import GatewayConfig
+    from motet.services.gateway.tenants.auth import Keys
 
     with pytest.raises(ConfigError, match="--api-keys"):
         Keys(GatewayConfig.of(model="m", api_keys="off", api_keys_file=str(key_file)))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from motet.services.gateway.lanes import INLINE_BYTES, Lane
-from motet.services.gateway.prompt import Prompts
+from motet.services.gateway.openai.lanes import INLINE_BYTES, Lane
+from motet.services.gateway.openai.prompt import Prompts
 from motet.shared.clock import now_s
 from motet.shared.errors import Overloaded
 from tests.services.gateway.support_tokenizers import write_model_dir

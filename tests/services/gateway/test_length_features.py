@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import openai
 
-from motet.policies.length_features import unpack
+from motet.policies.lengths.features import unpack
 from motet.shared import subjects
 from motet.shared.messages import Outcome
 from tests.services.gateway.conftest import Mesh

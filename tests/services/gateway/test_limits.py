@@ -10,9 +10,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from motet.services.gateway import limits as limits_module
 from motet.services.gateway.config import GatewayConfig
-from motet.services.gateway.limits import Limits, RateLimited, shown
+from motet.services.gateway.tenants import limits as limits_module
+from motet.services.gateway.tenants.limits import Limits, RateLimited, shown
 from motet.shared.bus import Bus
 from motet.shared.config import ConfigError
 from motet.shared.errors import Overloaded

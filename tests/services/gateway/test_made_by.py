@@ -7,7 +7,7 @@ import orjson
 import pytest
 from aiohttp import ClientSession
 
-from motet.services.gateway.made_by import HEADERS, VERSION, made_by
+from motet.services.gateway.owner.made_by import HEADERS, VERSION, made_by
 from motet.shared.model import AdapterRef
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import put_adapter

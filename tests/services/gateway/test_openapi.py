@@ -11,10 +11,10 @@ import jsonschema
 import msgspec
 import pytest
 
-from motet.services.gateway import protocol, schemas
-from motet.services.gateway.app import build_app
 from motet.services.gateway.config import GatewayConfig
-from motet.services.gateway.openapi import document
+from motet.services.gateway.edge.app import build_app
+from motet.services.gateway.edge.openapi import document
+from motet.services.gateway.openai import protocol, schemas
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 

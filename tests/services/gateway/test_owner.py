@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from motet.services.gateway import owner
-from motet.services.gateway import stream as stream_states
-from motet.services.gateway.detokenize import Detokenizer
-from motet.services.gateway.fleet import Fleet
-from motet.services.gateway.owner import LOSSES_MAX, Owner
-from motet.services.gateway.stream import Job, SlowReader, Stream, TextDelta
+from motet.services.gateway.owner import owner
+from motet.services.gateway.owner import stream as stream_states
+from motet.services.gateway.owner.detokenize import Detokenizer
+from motet.services.gateway.owner.fleet import Fleet
+from motet.services.gateway.owner.owner import LOSSES_MAX, Owner
+from motet.services.gateway.owner.stream import Job, SlowReader, Stream, TextDelta
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import normalizers
 
 from motet.examples.demo import DEMO
-from motet.services.gateway import prompt
-from motet.services.gateway.prompt import Prompts
+from motet.services.gateway.openai import prompt
+from motet.services.gateway.openai.prompt import Prompts
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, PromptTooLong

@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 
-from motet.services.gateway import protocol
+from motet.services.gateway.openai import protocol
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.service import SchedulerService
 from motet.shared.bus import Bus

@@ -17,7 +17,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from motet.services.gateway import metrics, uploads
+from motet.services.gateway import metrics
+from motet.services.gateway.edge import uploads
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.service import RegistryService
 from motet.shared import subjects

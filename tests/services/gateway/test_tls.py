@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 
 from motet.cli import certificates
-from motet.services.gateway import tls
-from motet.services.gateway.connections import FILES_MOST, SPARE_FILES, GuardedProtocol, files_for
+from motet.services.gateway.edge import tls
+from motet.services.gateway.edge.connections import FILES_MOST, SPARE_FILES, GuardedProtocol, files_for
 from motet.services.gateway.service import GatewayService
 from motet.shared.clock import now_s
 from motet.shared.telemetry import REGISTRY

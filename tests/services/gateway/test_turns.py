@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from motet.services.gateway.turns import LARGE_BYTES, PARTS_PER_ROUND, Turns
+from motet.services.gateway.edge.turns import LARGE_BYTES, PARTS_PER_ROUND, Turns
 
 LARGE = {"type": "http.request", "body": bytes(LARGE_BYTES), "more_body": True}
 SMALL = {"type": "http.request", "body": b"{}", "more_body": False}

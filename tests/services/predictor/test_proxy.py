@@ -14,12 +14,12 @@ from click.testing import CliRunner
 
 from bench.predictor import made_up_requests
 from motet.cli.main import cli
-from motet.policies.length_model import Curve
-from motet.policies.length_predictor import Predicted
-from motet.policies.length_quantiles import Estimate
+from motet.policies.lengths.model import Curve
+from motet.policies.lengths.predictor import Predicted
+from motet.policies.lengths.quantiles import Estimate
 from motet.services.predictor import proxy
 from motet.services.predictor.examples import example, read_examples
-from motet.services.predictor.lane import BATCH_MAX, WAITING_MAX, ProxyLane
+from motet.services.predictor.proxy_batches import BATCH_MAX, WAITING_MAX, ProxyLane
 from motet.services.predictor.service import PredictorService
 from motet.shared import subjects
 from motet.shared.config import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from motet.policies import length_features
+from motet.policies.lengths import features as length_features
 from motet.services.predictor.config import PredictorConfig
 from motet.services.predictor.service import PredictorService
 from motet.shared import subjects

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from motet.policies.host_tier import DiskRoom, HostTier, Load
+from motet.policies.memory.host_tier import DiskRoom, HostTier, Load
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
-from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.shared.bus import Bus
 from motet.shared.errors import TooLarge
 from motet.shared.model import AdapterRef

@@ -13,13 +13,13 @@ import torch
 from motet.kernels import PAGE_RANKS
 from motet.kernels.link import LinkState
 from motet.kernels.pool import LINE, MODULES
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.backend import BackendOptions
-from motet.services.worker.engine.backends import open_backend
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.request import EngineLimits, EngineRequest, StepStats
-from motet.services.worker.engine.runner import ModelRunner
-from motet.services.worker.engine.step_batch import StepBatch
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.request import EngineLimits, EngineRequest, StepStats
+from motet.services.worker.native.backend import BackendOptions
+from motet.services.worker.native.backends import open_backend
+from motet.services.worker.native.engine import Engine
+from motet.services.worker.native.runner import ModelRunner
+from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.messages import StreamItem
 from motet.shared.model import SamplingParams
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from motet.kernels.cpu import available_isas
-from motet.services.worker.engine import backends
-from motet.services.worker.engine.backend import BackendOptions
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.request import EngineLimits
+from motet.services.worker.engines.request import EngineLimits
+from motet.services.worker.native import backends
+from motet.services.worker.native.backend import BackendOptions
+from motet.services.worker.native.engine import Engine
 from motet.shared.config import ConfigError
 from tests.services.worker.support_engine import WholeRunner, request, run
 from tests.support_models import make_checkpoint

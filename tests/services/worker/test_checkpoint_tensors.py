@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from motet.services.worker.engine import loader
-from motet.services.worker.engine.checkpoint import check_files
-from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.safetensors_files import Stored
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.engines.safetensors_files import Stored
+from motet.services.worker.native import loader
+from motet.services.worker.native.checkpoint import check_files
 from motet.shared.hf_config import UnsupportedModel
 from tests.support_models import Oracle, Sequence, drive, make_checkpoint, make_runner, random_prompts
 from tests.support_quantized import LAYOUTS, quantize_checkpoint
@@ -148,7 +148,7 @@ def test_a_tensor_that_passed_the_check_and_that_nothing_reads_is_refused(
     model_dir = changed(tied, tmp_path / "model", change)
 
     def unchecked(path: Path, config: object) -> dict[str, Stored]:
-        monkeypatch.setattr("motet.services.worker.engine.checkpoint.check", lambda stored, config: None)
+        monkeypatch.setattr("motet.services.worker.native.checkpoint.check", lambda stored, config: None)
         return check_files(path, read_model_config(path))
 
     monkeypatch.setattr(loader, "check_files", unchecked)

@@ -13,9 +13,9 @@ import motet.kernels.lora
 import motet.kernels.reference
 import motet.kernels.triton
 from motet.kernels.triton.lora import INTERPRETED
-from motet.services.worker.engine.decode_graphs import LEAST_COLUMNS, ROWS, DecodeBuffers, bucket_for
-from motet.services.worker.engine.runner import ModelRunner
-from motet.services.worker.engine.step_batch import StepBatch
+from motet.services.worker.native.decode_graphs import LEAST_COLUMNS, ROWS, DecodeBuffers, bucket_for
+from motet.services.worker.native.runner import ModelRunner
+from motet.services.worker.native.step_batch import StepBatch
 from tests.support_models import VOCAB, make_adapters, make_checkpoint, make_runner
 
 BLOCK = 8

@@ -14,18 +14,18 @@ import torch
 import motet.kernels.device.streams as streams
 import motet.kernels.lora
 import motet.kernels.triton
-import motet.services.worker.engine.torch_steps as torch_steps
+import motet.services.worker.native.torch_steps as torch_steps
 from bench.gpu_stages.shapes import write_config
 from motet.kernels.device import DeviceLoader, cuda_streams, numbered
 from motet.kernels.triton import pointwise
 from motet.kernels.triton.attention import PagedAttention
 from motet.kernels.triton.lora import INTERPRETED
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.backend import BackendOptions
-from motet.services.worker.engine.backends.reference import reference
-from motet.services.worker.engine.checkpoint import parameters
-from motet.services.worker.engine.decode_graphs import DecodeBuffers
-from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.native.backend import BackendOptions
+from motet.services.worker.native.backends.reference import reference
+from motet.services.worker.native.checkpoint import parameters
+from motet.services.worker.native.decode_graphs import DecodeBuffers
 from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history
 from tests.support_models import Sequence, make_adapters, make_checkpoint, make_runner, step_batch
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from motet.policies.step_times import StepTimes
-from motet.services.worker.assemble import Assembly, assemble
+from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig
+from motet.services.worker.native.assemble import Assembly, assemble
 from motet.services.worker.state import START_PERF
 from motet.shared.config import ConfigError
 from tests.services.gateway.support_tokenizers import byte_level

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from motet.kernels import PackedLora
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.request import EngineRequest, StepOutput
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.engines.request import EngineRequest, StepOutput
+from motet.services.worker.native.engine import Engine
 from motet.shared.errors import InvalidAdapter, MotetError
 from motet.shared.messages import StreamItem
 from motet.shared.model import MODULES

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from motet.policies.cold_start import Forced
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.request import StepOutput
-from motet.services.worker.engine.runner import ModelRunner
+from motet.policies.step.cold_start import Forced
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.engines.request import StepOutput
+from motet.services.worker.native.engine import Engine
+from motet.services.worker.native.runner import ModelRunner
 from motet.shared.errors import WorkerLost
 from motet.shared.messages import StreamItem
 from tests.services.worker.support_engine import PacedRunner, make_engine, request, run

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from motet.kernels.cpu import available_isas
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.engines.request import EngineRequest
 from tests.services.worker.support_engine import make_engine, request, run
 from tests.support_models import FAMILIES, AdapterFixture, Oracle, make_adapters, make_checkpoint, random_prompts
 

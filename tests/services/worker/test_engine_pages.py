@@ -21,11 +21,10 @@ from motet.kernels.device.driver import DriverError
 from motet.kernels.pages import PhysicalPages
 from motet.kernels.triton.attention import PagedAttention
 from motet.kernels.triton.lora import INTERPRETED
-from motet.services.worker import assemble
 from motet.services.worker.config import WorkerConfig
-from motet.services.worker.engine import device_memory
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.native import assemble, device_memory
+from motet.services.worker.native.engine import Engine
 from motet.shared.config import ConfigError
 from tests.services.worker.support_engine import make_engine, request, run
 from tests.services.worker.test_engine_memory_fight import Bed, bed, burst, fight, tight_engine
@@ -50,7 +49,7 @@ class Pages(PhysicalPages):
 def paged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Elastic memory is made of the driver's pages, with a spare block as on a GPU."""
     monkeypatch.setattr(device_memory, "physical_pages", lambda device: Pages(HostPages(tmp_path)))
-    backend = import_module("motet.services.worker.engine.backends.reference")
+    backend = import_module("motet.services.worker.native.backends.reference")
     monkeypatch.setattr(backend, "reserve", partial(device_memory.reserve, spare_blocks=1))
 
 

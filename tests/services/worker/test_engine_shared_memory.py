@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.request import EngineRequest
-from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.native.engine import Engine
+from motet.services.worker.native.runner import ModelRunner
 from tests.services.worker.support_engine import WholeRunner, make_engine, request, run
 from tests.support_models import make_adapters, make_checkpoint, random_prompts
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from motet.services.worker import engine_thread
-from motet.services.worker.engine.request import EngineRequest, StepOutput, StepStats
-from motet.services.worker.engine_thread import EngineThread, StepReport
+from motet.services.worker.engines import thread as engine_thread
+from motet.services.worker.engines.request import EngineRequest, StepOutput, StepStats
+from motet.services.worker.engines.thread import EngineThread, StepReport
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, WorkerLost
 from motet.shared.messages import StreamItem

@@ -9,8 +9,8 @@ import pytest
 
 from motet.kernels.cpu import available_isas
 from motet.services.worker.config import WorkerConfig
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.native.engine import Engine
 from motet.services.worker.vllm_engine.assemble import make_engine as make_vllm
 from motet.shared.config import ConfigError
 from tests.services.worker.support_engine import make_engine, request, run

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from motet.services.worker import assemble as assembling
 from motet.services.worker.config import GIB, MIB, AdaptersConfig, WorkerConfig, lora_bytes_for
-from motet.services.worker.engine.backend import BackendOptions
-from motet.services.worker.engine.model_config import parse_model_config
+from motet.services.worker.engines.model_config import parse_model_config
+from motet.services.worker.native import assemble as assembling
+from motet.services.worker.native.backend import BackendOptions
 from motet.shared.config import ConfigError
 from tests.services.worker.test_model_config import LLAMA
 
@@ -96,7 +96,7 @@ def test_a_gpu_is_made_current_before_anything_is_launched_on_it(monkeypatch: py
         raise Launched
 
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    backend = import_module("motet.services.worker.engine.backends.triton")
+    backend = import_module("motet.services.worker.native.backends.triton")
     monkeypatch.setattr(backend, "reserve", reserve)
     options = BackendOptions(model_dir=Path(), device="cuda:1", kv_blocks=1, lora_bytes=1, max_lora_rank=8, max_loras=1)
     with pytest.raises(Launched):

@@ -18,17 +18,17 @@ import pytest
 import torch
 import transformers
 
-from motet.policies.memory_ledger import Budget
-from motet.policies.merge_decision import MergeConfig, MergeCosts, Merging
-from motet.policies.merged_copy import MERGE, SpareMemory
+from motet.policies.memory.ledger import Budget
+from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
+from motet.policies.step.merged_copy import MERGE, SpareMemory
 from motet.services.worker.config import WorkerConfig
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.decode_graphs import DecodeBuffers, DecodeGraphs
-from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.merged_model import MergedModel
-from motet.services.worker.engine.model import Model
-from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.step_batch import StepBatch
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.native.decode_graphs import DecodeBuffers, DecodeGraphs
+from motet.services.worker.native.engine import Engine
+from motet.services.worker.native.merged_model import MergedModel
+from motet.services.worker.native.model import Model
+from motet.services.worker.native.step_batch import StepBatch
 from motet.services.worker.vllm_engine.assemble import make_engine as make_vllm
 from motet.shared.config import ConfigError
 from tests.services.worker.support_engine import BLOCK_SIZE, Run, make_engine, request, run

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from motet.services.worker.engine.device_memory import kv_bytes_per_block
-from motet.services.worker.engine.model_config import UnsupportedModel, parse_model_config, read_model_config
+from motet.services.worker.engines.model_config import UnsupportedModel, parse_model_config, read_model_config
+from motet.services.worker.native.device_memory import kv_bytes_per_block
 from motet.shared.model import MODULES
 
 LLAMA: dict[str, Any] = {

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from motet.kernels import PackedLora, PoolFull
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.model_config import UnsupportedModel, read_model_config
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.model_config import UnsupportedModel, read_model_config
 from motet.shared.adapter_blob import write_blob
 from motet.shared.errors import InvalidAdapter
 from tests.support_models import AdapterFixture, make_adapters, make_checkpoint, make_runner

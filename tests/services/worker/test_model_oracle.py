@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from motet.kernels.cpu import available_isas
-from motet.services.worker.engine.adapter_weights import HostAdapter
-from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.native.runner import ModelRunner
 from tests.support_models import (
     FAMILIES,
     AdapterFixture,

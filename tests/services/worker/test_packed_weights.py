@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from motet.kernels.cpu import Arena, CpuEngine, MappedArena, Packer, available_isas
-from motet.services.worker.engine.quantize import quantize
+from motet.services.worker.native.quantize import quantize
 from tests.support_models import Sequence, drive, make_checkpoint, make_runner, random_prompts
 
 

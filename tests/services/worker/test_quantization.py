@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from motet.kernels.cpu import INTEGERS, available_isas
-from motet.services.worker.engine.linear import Linear
+from motet.services.worker.native.linear import Linear
 from motet.shared.config import ConfigError
 from tests.support_integers import to_4_bits, to_8_bits
 from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
@@ -64,7 +64,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     found = Family(model_dir, make_adapters(model_dir, directory), sequences(), {})
     drive(make_runner(model_dir, found.adapters, kernels="reference"), found.exact, chunk=7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module("motet.services.worker.engine.backends.reference"), "Linear", LinearOfRoundedRows)
+        patch.setattr(import_module("motet.services.worker.native.backends.reference"), "Linear", LinearOfRoundedRows)
         for quantization in INTEGERS:
             found.want[quantization] = sequences()
             rounded = rounded_checkpoint(model_dir, directory, quantization)

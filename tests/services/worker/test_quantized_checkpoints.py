@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from motet.cli.main import cli
-from motet.services.worker.engine.model_config import parse_model_config
-from motet.services.worker.engine.quantization_config import parse_quantization
+from motet.services.worker.engines.model_config import parse_model_config
+from motet.services.worker.engines.quantization_config import parse_quantization
 from motet.shared.hf_config import UnsupportedModel
 from tests.services.worker.test_quantization import LinearOfRoundedRows, distances
 from tests.support_integers import to_8_bits
@@ -63,7 +63,7 @@ def test_a_quantized_checkpoint_says_what_its_floats_say(
     floats = floats_checkpoint(config, tensors, tmp_path / "floats")
     got, want, widened = sequences(), sequences(), sequences()
     drive(make_runner(tmp_path / "whole", base.adapters, kernels="cpu"), got, chunk=16)
-    monkeypatch.setattr(import_module("motet.services.worker.engine.backends.reference"), "Linear", LinearOfRoundedRows)
+    monkeypatch.setattr(import_module("motet.services.worker.native.backends.reference"), "Linear", LinearOfRoundedRows)
     drive(make_runner(floats, base.adapters, kernels="reference"), want, chunk=16)
     assert median(distances(got, want)) < 1e-5, "most are the same"
     assert max(distances(got, want)) < 0.03, "another order of sums rounds some activations to a neighbour"

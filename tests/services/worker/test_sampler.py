@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from motet.services.worker.engine.sampler import Drawn, Sampler, filter_probabilities, invert_cdf, uniforms
+from motet.services.worker.native.sampler import Drawn, Sampler, filter_probabilities, invert_cdf, uniforms
 from motet.shared.model import SamplingParams
 
 DRAWS = 4000

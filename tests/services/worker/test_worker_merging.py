@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prometheus_client import Counter, Gauge
 
-from motet.policies.merge_decision import MergeCosts
+from motet.policies.step.merge_decision import MergeCosts
 from motet.services.worker import metrics
 from motet.shared.messages import WorkerSnapshot, pack_tokens
 from motet.shared.model import AdapterRef

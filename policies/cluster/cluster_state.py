@@ -1,0 +1,548 @@
+"""The state of all workers, in arrays, so that a decision costs a few array operations for any number of workers.
+
+One array per fact in `table`, one element per worker (structure of arrays: a decision reads a column from end to end).
+The sums and maxima that decisions need are updated as requests come and go, never recounted:
+
+    change_requests -> WorkerLoad (per worker, plain Python) -> the worker's row -> decide() reads columns
+
+Residency is indexed by adapter, since a decision asks for one adapter on all workers.
+
+Freed rows are reused, and the table doubles when it is full. Pure: callers interpret messages and pass facts and times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import inf
+from typing import get_args
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.policies.cluster.worker_load import WorkerLoad
+from motet.policies.times.perf_model import Floats, fetch_ms, load_ms
+from motet.shared.model import Capability, PerfModel, RequestBrief, Tier, WorkerLimits
+
+_PERF = (
+    "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
+    "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib",
+)  # fmt: skip
+MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
+COLUMNS: dict[
+    str, tuple[str, float]
+] = {  # name: (type, value in a free row). Counts are floats, since they are multiplied with times.
+    "base": ("i8", -1),  # index of the base model's name; -1: a free row
+    "key": ("u8", 0),  # hash of the worker's id
+    "heard_s": ("f8", 0),
+    "draining": ("?", 0),
+    "refusing": ("?", 0),  # it refused for lack of room since its last message
+    "max_model_len": ("i8", 0),
+    "max_lora_rank": ("i8", 0),
+    "capabilities": ("u8", 0),  # one bit per word: `capability_bits`
+    "max_running": ("f8", inf),
+    "max_requests": ("f8", 0),  # max_running + max_waiting
+    "block_size": ("i8", 0),
+    "kv_tokens_total": ("f8", 0),  # what the KV cache holds
+    "kv_tokens_free": ("f8", inf),
+    "running": ("f8", 0),
+    "running_left": ("f8", 0),  # output tokens the running requests are still expected to produce
+    "queued": ("f8", 0),
+    "queue_tokens": ("f8", 0),  # tokens the queued requests have to prefill
+    "kv_tokens_promised": ("f8", 0),  # what its requests will still take: see `WorkerLoad.kv_tokens_promised`
+    "queue_rank_sum": ("f8", 0),
+    "queue_max_rank": ("f8", 0),
+    "exists": ("f8", 0),  # running + queued
+    "rank_sum": ("f8", 0),  # over exists
+    "max_rank": ("f8", 0),
+    "step_ms": ("f8", MIN_STEP_MS),  # one decode step of all its requests
+    "queue_ms": ("f8", 0),  # the prefill of its queue
+    "opened_ms": ("f8", -inf),  # when the first of the queued requests came; without one, long ago
+    "began_ms": ("f8", -inf),  # when a request was last reported to run; without requests, long ago
+    "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
+    "copies_stall": ("f8", 0),  # 1 where steps wait for adapter copies
+    "copies_wait": ("f8", 0),  # 1 where a request waits for its own adapter's copy
+    "bgmv": ("?", 0),
+    **dict.fromkeys(_PERF, ("f8", 0)),
+}
+ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
+_ANY = 1 << 40  # tokens, or a rank, above all
+CAPABILITY_BITS: dict[str, int] = {word: 1 << bit for bit, word in enumerate(get_args(Capability))}
+EMBEDDINGS_BIT = CAPABILITY_BITS["embeddings"]
+_SIZES_KEPT = 64  # sizes of adapters, which are those of a few ranks
+_UNKNOWN_BIT = 1 << 63  # no worker has it
+_TIER_BITS: dict[Tier, int] = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "disk": 0}
+
+
+class PerfColumns:
+    """The perf model coefficients of all workers, one array element per worker (`perf_model.Coefficients`)."""
+
+    def __init__(self, table: Mapping[str, NDArray]) -> None:
+        self.bgmv: NDArray[np.bool_] = table["bgmv"]
+        self.pads = bool(self.bgmv.any())  # whether some worker's kernel pads
+        self.prefill_base_ms: Floats = table["prefill_base_ms"]
+        self.prefill_token_ms: Floats = table["prefill_token_ms"]
+        self.prefill_lora_ms: Floats = table["prefill_lora_ms"]
+        self.decode_base_ms: Floats = np.maximum(table["decode_base_ms"], MIN_STEP_MS)
+        self.decode_row_ms: Floats = table["decode_row_ms"]
+        self.decode_lora_ms: Floats = table["decode_lora_ms"]
+        self.load_base_ms: Floats = table["load_base_ms"]
+        self.load_ms_per_mib: Floats = table["load_ms_per_mib"]
+        self.fetch_base_ms: Floats = table["fetch_base_ms"]
+        self.fetch_ms_per_mib: Floats = table["fetch_ms_per_mib"]
+        self.fetches = bool(self.fetch_base_ms.any() or self.fetch_ms_per_mib.any())  # whether a fetch takes time somewhere
+        self._added: dict[int, tuple[Floats, Floats]] = {}
+        self._transfers: dict[int, tuple[Floats, Floats]] = {}
+
+    def added_ms(self, rank: int) -> tuple[Floats, Floats]:
+        """What a request of `rank` adds to a decode step, and what its rank adds to a prefill, where nothing is padded."""
+        added = self._added.get(rank)
+        if added is None:
+            added = self.decode_row_ms + self.decode_lora_ms * float(rank), self.prefill_lora_ms * float(rank)
+            self._added[rank] = added
+        return added
+
+    def transfer_ms(self, size_bytes: int) -> tuple[Floats, Floats]:
+        """Times to copy an adapter of this size to each worker's device, and to fetch it into the worker's memory.
+
+        The caller must not change the arrays.
+        """
+        found = self._transfers.get(size_bytes)
+        if found is None:
+            if len(self._transfers) >= _SIZES_KEPT:
+                self._transfers.clear()
+            found = self._transfers[size_bytes] = load_ms(self, size_bytes), fetch_ms(self, size_bytes)
+        return found
+
+    def lora_load(self, rows: Floats, rank_sum: Floats, max_rank: Floats) -> Floats:
+        """Each worker's LoRA load under its own kernel; the vector form of `perf_model.lora_load`."""
+        return np.where(self.bgmv, rows * max_rank, rank_sum) if self.pads else rank_sum
+
+    def lora_growth(self, rows: Floats, max_rank: Floats, rank: int) -> Floats | float:
+        """How much one more request of `rank` adds to the LoRA load of each worker."""
+        if not self.pads:
+            return float(rank)
+        return np.where(self.bgmv, (rows + 1.0) * np.maximum(max_rank, rank) - rows * max_rank, float(rank))
+
+
+class Holders:
+    """The workers that hold one adapter, in unordered columns: `rows` of the table, and the adapter's state on each."""
+
+    __slots__ = ("_at", "_bits", "_loaded", "_rows")
+
+    def __init__(self) -> None:
+        self._at: dict[int, int] = {}  # row -> its place in the columns, which have spare room at the end
+        self._rows, self._bits, self._loaded = np.empty(4, np.intp), np.empty(4, np.uint8), np.empty(4, bool)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """The table rows of the workers that hold the adapter."""
+        return self._rows[: len(self._at)]
+
+    @property
+    def bits(self) -> NDArray[np.uint8]:
+        """For each of `rows` the sum of ON_DEVICE, IN_USE (by a request there) and ON_HOST."""
+        return self._bits[: len(self._at)]
+
+    @property
+    def loaded(self) -> NDArray[np.bool_]:
+        """For each of `rows`, whether the adapter is on the device, or about to be for a request."""
+        return self._loaded[: len(self._at)]
+
+    def mark(self, row: int, bits: int) -> None:
+        """Set the adapter's bits on this row; 0 when it is not there."""
+        place = self._at.get(row)
+        if not bits:
+            if place is not None:
+                self._drop(row, place)
+            return
+        if place is None:
+            place = self._at[row] = len(self._at)
+            if place == len(self._rows):
+                self._rows, self._bits, self._loaded = (np.resize(c, 2 * place) for c in (self._rows, self._bits, self._loaded))
+            self._rows[place] = row
+        self._bits[place], self._loaded[place] = bits, bits & (ON_DEVICE | IN_USE)
+
+    def _drop(self, row: int, place: int) -> None:
+        del self._at[row]
+        last = len(self._at)
+        if place != last:  # the last one takes its place
+            self._at[int(self._rows[last])] = place
+            for column in (self._rows, self._bits, self._loaded):
+                column[place] = column[last]
+
+
+class ClusterState:
+    """All workers of a scheduler. Policies read `table`: one element per worker, and some free ones (`base` is -1)."""
+
+    def __init__(self) -> None:
+        self.table = _free_rows(16)
+        self.ids: list[str] = [""] * 16
+        self._row: dict[str, int] = {}
+        self._terms: dict[str, tuple[WorkerLimits, PerfModel]] = {}  # as they are in the table
+        self._free = list(range(15, -1, -1))
+        self._loads: dict[str, WorkerLoad] = {}
+        self._adapters: dict[str, dict[str, Tier]] = {}  # worker id -> digest -> tier
+        self._holders: dict[str, Holders] = {}
+        self._bases: dict[str, int] = {}
+        self.held_back: set[int] = set()  # the rows that are draining or refusing
+        self.pooling: set[int] = set()  # the rows with a pooling model
+        self.crowded: set[int] = set()  # the rows without a free seat
+        self._perf: PerfColumns | None = None  # this and the next two are computed on demand, see `_forget_derived`
+        self._least: tuple[int, int] | None = None
+        self._serving: dict[int, NDArray[np.bool_]] = {}
+        self._alike: dict[str, float | None] = {}
+        self._oldest_s = inf  # every worker has been heard at this time or later
+
+    def __contains__(self, worker_id: str) -> bool:
+        return worker_id in self._row
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def workers(self) -> list[str]:
+        """Every worker's id."""
+        return list(self._row)
+
+    def serving(self, base_model: str) -> NDArray[np.bool_]:
+        """The rows of the workers with this base model. The caller must not change the array."""
+        base = self._bases.get(base_model)
+        if base is None:
+            return np.zeros(len(self.ids), dtype=bool)
+        if base not in self._serving:
+            self._serving[base] = self.table["base"] == base
+        return self._serving[base]
+
+    def base_model(self, base: int) -> str:
+        """The name behind a number in the column `base`."""
+        return next(name for name, number in self._bases.items() if number == base)
+
+    @property
+    def perf(self) -> PerfColumns:
+        """The coefficients in `table`."""
+        if self._perf is None:
+            self._perf = PerfColumns(self.table)
+        return self._perf
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """Tokens and LoRA rank that every worker can accept."""
+        if self._least is None:
+            t, used = self.table, self.table["base"] >= 0
+            context = np.minimum(t["max_model_len"], t["kv_tokens_total"])
+            self._least = int(context[used].min(initial=_ANY)), int(t["max_lora_rank"][used].min(initial=_ANY))
+        return self._least
+
+    def alike(self, name: str) -> float | None:
+        """The value that a column of limits has for every worker; None when they differ."""
+        if name not in self._alike:
+            values = self.table[name][self.table["base"] >= 0]
+            self._alike[name] = float(values[0]) if len(values) and (values == values[0]).all() else None
+        return self._alike[name]
+
+    def row(self, worker_id: str) -> int:
+        """The worker's index in the columns of `table`, -1 when it is not known."""
+        return self._row.get(worker_id, -1)
+
+    def requests(self, worker_id: str) -> Mapping[str, RequestBrief]:
+        """The worker's requests by id."""
+        return self._loads[worker_id].requests
+
+    def load(self, row: int) -> WorkerLoad:
+        """The requests of the worker in this row of `table`, counted by objective and by tenant."""
+        return self._loads[self.ids[row]]
+
+    def adapters(self, worker_id: str) -> Mapping[str, Tier]:
+        """The adapters that the worker holds and the fastest tier each is in."""
+        return self._adapters[worker_id]
+
+    def holders(self, digest: str) -> Holders | None:
+        """The workers that hold the adapter; None when no worker does."""
+        return self._holders.get(digest)
+
+    # ---- workers
+
+    def put_worker(self, worker_id: str, limits: WorkerLimits, perf: PerfModel) -> None:
+        """Add a worker, or renew the limits and coefficients of a known one."""
+        row = self._row.get(worker_id)
+        if row is None:
+            row = self._take_row()
+            self._row[worker_id], self.ids[row] = row, worker_id
+            self._loads[worker_id], self._adapters[worker_id] = WorkerLoad(), {}
+            self.table["key"][row] = hash_of(worker_id)
+            self.table["kv_tokens_free"][row] = 0.0  # until it is heard
+            self._oldest_s = -inf
+        old_limits, old_perf = self._terms.get(worker_id, (None, None))
+        if limits == old_limits and perf == old_perf:
+            return
+        self._terms[worker_id] = limits, perf
+        if limits != old_limits:
+            self._put_limits(row, limits)
+        if perf != old_perf:
+            self._put_perf(row, perf)
+        self._write_times(row, worker_id, self._loads[worker_id])
+
+    def terms(self, worker_id: str) -> tuple[WorkerLimits, PerfModel]:
+        """Limits and coefficients of a known worker."""
+        return self._terms[worker_id]
+
+    def _put_limits(self, row: int, limits: WorkerLimits) -> None:
+        t = self.table
+        t["base"][row] = self._bases.setdefault(limits.base_model, len(self._bases))
+        t["max_model_len"][row] = limits.max_model_len
+        t["max_lora_rank"][row] = limits.max_lora_rank
+        t["capabilities"][row] = capability_bits(word for word in limits.capabilities if word in CAPABILITY_BITS)
+        (self.pooling.add if "embeddings" in limits.capabilities else self.pooling.discard)(row)
+        t["max_running"][row] = limits.max_running
+        t["max_requests"][row] = limits.max_running + limits.max_waiting
+        t["block_size"][row] = limits.block_size
+        t["kv_tokens_total"][row] = limits.kv_blocks_most * limits.block_size
+        t["copies_stall"][row] = limits.copies == "stall"
+        t["copies_wait"][row] = limits.copies != "bridged"
+        self._forget_derived()
+
+    def _put_perf(self, row: int, perf: PerfModel) -> None:
+        self.table["bgmv"][row] = perf.kernel == "bgmv"
+        for name in _PERF:
+            self.table[name][row] = getattr(perf, name)
+        self._perf = None
+
+    def drop_worker(self, worker_id: str) -> None:
+        """Remove a worker with its requests and adapters; unknown ids are ignored."""
+        row = self._row.pop(worker_id, None)
+        if row is None:
+            return
+        del self._terms[worker_id]
+        load, adapters = self._loads.pop(worker_id), self._adapters.pop(worker_id)
+        for digest in load.adapters.keys() | adapters.keys():
+            self._mark(digest, row, 0)
+        for name, (_, empty) in COLUMNS.items():
+            self.table[name][row] = empty
+        self.ids[row] = ""
+        self._free.append(row)
+        self.held_back.discard(row)
+        self.pooling.discard(row)
+        self.crowded.discard(row)
+        self._forget_derived()
+
+    def heard(self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool) -> None:
+        """Take in a worker's latest facts and clear its marks (unresponsive, refusing)."""
+        row, t = self._row[worker_id], self.table
+        t["heard_s"][row] = now_s
+        if now_s < self._oldest_s:
+            self._oldest_s = now_s
+        t["kv_tokens_free"][row] = kv_blocks_free * t["block_size"][row]
+        if row in self.held_back:
+            t["draining"][row] = t["refusing"][row] = False
+            self.held_back.remove(row)
+        if draining:
+            self.set_draining(worker_id)
+
+    def set_heard(self, worker_id: str, heard_s: float) -> None:
+        """Set the time of the worker's last message, and change nothing else."""
+        self.table["heard_s"][self._row[worker_id]] = heard_s
+        self._oldest_s = min(self._oldest_s, heard_s)
+
+    def all_heard_since(self, since_s: float) -> bool:
+        """Whether no worker has been silent since then."""
+        if self._oldest_s < since_s:
+            self._oldest_s = float(self.table["heard_s"][self.table["base"] >= 0].min(initial=inf))
+        return self._oldest_s >= since_s
+
+    def set_refusing(self, worker_id: str) -> None:
+        """Mark a worker as out of room, until its next message."""
+        self._hold_back("refusing", worker_id)
+
+    def set_draining(self, worker_id: str) -> None:
+        """Mark a worker as draining, until its next message."""
+        self._hold_back("draining", worker_id)
+
+    def _hold_back(self, reason: str, worker_id: str) -> None:
+        row = self._row[worker_id]
+        self.table[reason][row] = True
+        self.held_back.add(row)
+
+    # ---- their requests
+
+    def replace_requests(self, worker_id: str, briefs: Iterable[RequestBrief], now_s: float = 0.0) -> None:
+        """Replace the worker's requests by these, reported at `now_s`."""
+        requests = {brief.request_id: brief for brief in briefs}  # a request that is listed twice counts once
+        load = self._loads[worker_id]
+        if load.progress(requests):
+            self._write_running_left(worker_id, load)
+            return
+        new = WorkerLoad()
+        for brief in requests.values():
+            new.add(brief)
+        self._loads[worker_id] = new
+        for digest in load.adapters.keys() ^ new.adapters.keys():
+            self._locate(worker_id, digest)
+        self._write(worker_id, new, now_s, opens=not load.queue.size)
+
+    def put_request(self, worker_id: str, brief: RequestBrief, now_s: float = 0.0) -> None:
+        """Add or change one of the worker's requests, as of `now_s`."""
+        self.change_requests(worker_id, (brief,), (), now_s)
+
+    def drop_request(self, worker_id: str, request_id: str) -> None:
+        """Remove one of the worker's requests; unknown ids are ignored."""
+        self.change_requests(worker_id, (), (request_id,), 0.0)
+
+    def change_requests(
+        self,
+        worker_id: str,
+        changed: Iterable[RequestBrief],
+        removed: Iterable[str],
+        now_s: float,
+        running_left: int | None = None,
+    ) -> None:
+        """Add or change some of the worker's requests, then remove others, as of `now_s`; unknown ones are ignored.
+        `running_left`: the worker's own count of output tokens that its running requests are still expected to produce."""
+        load = self._loads[worker_id]
+        adapters, queue = load.adapters, load.queue
+        opens, began, same = not queue.size, False, True
+        for brief in changed:
+            digest = brief.adapter_digest
+            in_use = digest in adapters
+            old = load.put(brief)
+            if not in_use:
+                self._locate(worker_id, digest)
+            if old is not None and old.adapter_digest not in adapters:
+                self._locate(worker_id, old.adapter_digest)
+            began = began or (brief.phase == "running" and (old is None or old.phase != "running"))
+            opens, same = opens or not queue.size, False
+        for request_id in removed:
+            old = load.remove(request_id)
+            if old is not None:
+                same = False
+                if old.adapter_digest not in adapters:
+                    self._locate(worker_id, old.adapter_digest)
+        if running_left is not None:
+            load.running_left = running_left
+        if same:
+            self._write_running_left(worker_id, load)
+            return
+        if began:
+            self.table["began_ms"][self._row[worker_id]] = 1000.0 * now_s
+        self._write(worker_id, load, now_s, opens=opens)
+
+    def _write_running_left(self, worker_id: str, load: WorkerLoad) -> None:
+        row = self._row[worker_id]
+        self.table["running_left"][row] = load.running_left
+        self.table["kv_tokens_promised"][row] = load.kv_tokens_promised()
+
+    def _write(self, worker_id: str, load: WorkerLoad, now_s: float, *, opens: bool) -> None:
+        """Write a worker's aggregates to the table. `opens`: its queue was empty meanwhile."""
+        row, t = self._row[worker_id], self.table
+        exists, queue = load.exists, load.queue
+        if not queue.size:
+            t["opened_ms"][row] = -inf
+        elif opens:
+            t["opened_ms"][row] = 1000.0 * now_s
+        if not exists.size:
+            t["began_ms"][row] = -inf
+        t["running"][row] = exists.size - queue.size
+        t["running_left"][row] = load.running_left
+        t["queued"][row] = queue.size
+        t["queue_tokens"][row] = load.queue_tokens
+        t["kv_tokens_promised"][row] = load.kv_tokens_promised()
+        t["queue_rank_sum"][row] = queue.sum
+        t["queue_max_rank"][row] = queue.max
+        t["exists"][row] = exists.size
+        t["rank_sum"][row] = exists.sum
+        t["max_rank"][row] = exists.max
+        t["tightest_tpot_ms"][row] = load.tightest
+        self._write_times(row, worker_id, load)
+
+    def _write_times(self, row: int, worker_id: str, load: WorkerLoad) -> None:
+        """Write the times that follow from the worker's requests, limits and coefficients (`perf_model`)."""
+        limits, perf = self._terms[worker_id]
+        exists, queue = load.exists, load.queue
+        running, queued = exists.sum, queue.sum  # the LoRA loads
+        if perf.kernel == "bgmv":
+            running, queued = exists.size * exists.max, queue.size * queue.max
+        base_ms = perf.decode_base_ms if perf.decode_base_ms > MIN_STEP_MS else MIN_STEP_MS
+        self.table["step_ms"][row] = base_ms + perf.decode_row_ms * exists.size + perf.decode_lora_ms * running
+        queue_ms = perf.prefill_base_ms + perf.prefill_token_ms * load.queue_tokens + perf.prefill_lora_ms * queued
+        self.table["queue_ms"][row] = queue_ms
+        if exists.size >= limits.max_running:
+            self.crowded.add(row)
+        else:
+            self.crowded.discard(row)
+
+    # ---- their adapters
+
+    def replace_adapters(self, worker_id: str, tiers: Mapping[str, Tier]) -> None:
+        """Replace the worker's adapters by these."""
+        old = self._adapters[worker_id]
+        if old == tiers:
+            return
+        self._adapters[worker_id] = new = dict(tiers)
+        for digest in old.keys() | new.keys():
+            if old.get(digest) != new.get(digest):
+                self._locate(worker_id, digest)
+
+    def put_adapter(self, worker_id: str, digest: str, tier: Tier) -> None:
+        """Set the fastest tier of an adapter on the worker."""
+        self._adapters[worker_id][digest] = tier
+        self._locate(worker_id, digest)
+
+    def drop_adapter(self, worker_id: str, digest: str) -> None:
+        """Remove an adapter that the worker holds in no tier any more; unknown ones are ignored."""
+        if self._adapters[worker_id].pop(digest, None) is not None:
+            self._locate(worker_id, digest)
+
+    def _locate(self, worker_id: str, digest: str) -> None:
+        tier = self._adapters[worker_id].get(digest)
+        bits = _TIER_BITS[tier] if tier is not None else 0
+        self._mark(digest, self._row[worker_id], bits | (IN_USE if digest in self._loads[worker_id].adapters else 0))
+
+    def _mark(self, digest: str, row: int, bits: int) -> None:
+        if not digest:
+            return
+        held = self._holders.get(digest)
+        if held is None:
+            if not bits:
+                return
+            held = self._holders[digest] = Holders()
+        held.mark(row, bits)
+        if not bits and not held:
+            del self._holders[digest]
+
+    # ---- rows
+
+    def _forget_derived(self) -> None:
+        """Drop cached results, because a worker came or left, or its limits changed."""
+        self._perf = self._least = None
+        self._serving.clear()
+        self._alike.clear()
+
+    def _take_row(self) -> int:
+        if not self._free:
+            used = len(self.ids)
+            more = _free_rows(used)
+            self.table = {name: np.concatenate([column, more[name]]) for name, column in self.table.items()}
+            self.ids += [""] * used
+            self._free = list(range(2 * used - 1, used - 1, -1))
+        return self._free.pop()
+
+
+def capability_bits(words: Iterable[str]) -> int:
+    """The words as a bit mask. An unknown word becomes a bit that no worker sets."""
+    bits = 0
+    for word in words:
+        bits |= CAPABILITY_BITS.get(word, _UNKNOWN_BIT)
+    return bits
+
+
+def hash_of(text: str) -> int:
+    """A 64-bit hash of the text, the same in every process and in every run."""
+    data = text.encode()
+    low = crc32(data)
+    return (crc32(data, low ^ 0x9E3779B9) << 32) | low
+
+
+def _free_rows(count: int) -> dict[str, NDArray]:
+    return {name: np.full(count, empty, dtype=kind) for name, (kind, empty) in COLUMNS.items()}

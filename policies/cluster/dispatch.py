@@ -1,0 +1,105 @@
+"""The scheduling decision: finds candidates, then applies the policy that the scheduler's configuration names.
+
+motet          the least cost for all requests, the new one included, under all objectives     (policies/cluster/shared_cost)
+rank-aware     CaraServe's Algorithm 1, exactly                                                (policies/cluster/rank_aware)
+random, first-fit, most-idle, least-pending, lora-affinity, round-robin                         (policies/cluster/baselines)
+
+Admission applies on top of any policy (policies/cluster/objectives). With "objective", only workers that are expected to meet
+the request's objectives may take it; without one it is refused with the time until one may. With "room", every candidate may
+take it. Admission is computed only when the chosen worker has no free seat or the policy expects a missed objective, so
+ordinary decisions cost no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from motet.policies.cluster import baselines, objectives, rank_aware, shared_cost
+from motet.policies.cluster.candidates import Ask, Screening, candidates, lacking, screen
+from motet.policies.cluster.choice import Choose
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.objectives import Admission
+from motet.policies.times.perf_model import decode_ms, prefill_ms
+
+POLICIES: dict[str, Callable[[], Choose]] = {
+    "motet": lambda: shared_cost.choose,
+    "rank-aware": lambda: rank_aware.choose,
+    "random": lambda: baselines.random,
+    "first-fit": lambda: baselines.first_fit,
+    "most-idle": lambda: baselines.most_idle,
+    "least-pending": lambda: baselines.least_pending,
+    "lora-affinity": lambda: baselines.lora_affinity,
+    "round-robin": baselines.RoundRobin,
+}
+"""Constructors of the policies; every scheduler makes its own."""
+
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker that gets the request, and why.
+
+    Without a worker, `screening` says why there is no candidate, or `late_s` when the first candidate is expected to meet the
+    objectives.
+    """
+
+    worker_id: str | None
+    candidates: int
+    total_cost: float = 0.0  # in the policy's own unit
+    breaks_slo: bool = False
+    screening: Screening | None = None
+    late_s: float = 0.0
+
+
+def decide(
+    choose: Choose,
+    state: ClusterState,
+    ask: Ask,
+    now_s: float,
+    *,
+    stale_s: float,
+    avg_resp_len: float,
+    admission: Admission = "room",
+) -> Decision:
+    """Choose a worker for `ask`. `avg_resp_len` is the average response length in tokens, at least 1."""
+    fit = candidates(state, ask, now_s, stale_s)
+    count = int(np.count_nonzero(fit))
+    if not count:
+        return Decision(worker_id=None, candidates=0, screening=screen(state, ask, now_s, stale_s))
+    row, cost, breaks_slo = choose(state, ask, fit, now_s, avg_resp_len)
+    if admission == "objective" and not ask.begun and (breaks_slo or objectives.pressed(state, ask, row, avg_resp_len)):
+        rows, late_ms = objectives.late_ms(state, ask, fit, avg_resp_len)
+        in_time = rows[late_ms == 0.0]
+        if not len(in_time):
+            late_s = min(max(float(late_ms.min()) / 1000.0, MIN_RETRY_S), MAX_RETRY_S)
+            return Decision(worker_id=None, candidates=count, late_s=late_s)
+        if row not in in_time:
+            fit[:] = False
+            fit[in_time] = True
+            row, cost, breaks_slo = choose(state, ask, fit, now_s, avg_resp_len)
+    return Decision(worker_id=state.ids[row], candidates=count, total_cost=cost, breaks_slo=breaks_slo)
+
+
+def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: float) -> float:
+    """The expected time until the first full worker of the base model has room.
+
+    A place becomes free when a running request ends. With R running requests that have L tokens left together, one ends about
+    every (L / R) / R decode steps. The queue's prefill shares the engine meanwhile, spread over the queued requests.
+    """
+    t = state.table
+    live = state.serving(ask.base_model) & (t["heard_s"] >= now_s - stale_s) & ~t["draining"]
+    if ask.needs or state.pooling:
+        live &= ~lacking(state, ask)
+    if not live.any():
+        return MIN_RETRY_S
+    perf = state.perf
+    running = np.maximum(t["running"], 1)
+    queued = np.maximum(t["queued"], 1)
+    step_ms = decode_ms(perf, running, perf.lora_load(t["running"], t["rank_sum"] - t["queue_rank_sum"], t["max_rank"]))
+    queue_load = perf.lora_load(t["queued"], t["queue_rank_sum"], t["queue_max_rank"])
+    prefill_each_ms = prefill_ms(perf, t["queue_tokens"], queue_load) / queued
+    wait_ms = step_ms * np.maximum(t["running_left"], 1) / running**2 + prefill_each_ms
+    return float(np.clip(wait_ms[live].min() / 1000.0, MIN_RETRY_S, MAX_RETRY_S))

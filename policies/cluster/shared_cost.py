@@ -1,0 +1,201 @@
+"""Motet's default policy: the worker where a request costs all requests, itself included, the least time.
+
+For each worker, with N requests there and the new one r, in milliseconds per output token:
+
+    step     = Dec(N + r)                                    one decode step with r in the batch
+    stall    = r's share of a prefill, and its adapter's copy if steps wait for it: a one-time wait for all
+    others   = N * (stall / L + LASTING * [Dec(N + r) - Dec(N)])
+    own      = step + N * Pre(nothing) / L + wait / out(r)   each of the N is followed by another request in L tokens
+    cost     = others + own + penalties
+
+L is the average response length, out(r) the predicted one. The paper's Algorithm 1 is `others` without the copy. The other
+parts:
+
+r's own time. Without it, slow workers would be filled like fast ones, and a queue would never outweigh a loaded adapter.
+
+Shared prefills. A prefill reads the whole model however few tokens it has. So a request that joins a prefill which is about
+to start costs the others only its own tokens. A queued prefill starts with the worker's next step. It came at `opened_ms`; a
+request that comes `t` later still joins it with probability 1 - t / step. Otherwise it causes a stall of its own.
+
+Recently started requests. A stall is spread over all tokens of a request, so it hurts the time per token most when the answer
+is short and has just begun. Which answers will be short is not known, so a stall costs up to 1 + YOUNG times as much just after
+requests start; this fades within YOUNG_STEPS steps. As a result workers take turns.
+
+    wait     = queue's prefill + copy, unless CPU processes bridge it (+ fetch, if the worker has it in no tier)
+               + the time until a seat is free + the time until enough KV blocks are free
+
+Separate ranks. With BGMV a request of a high rank slows all others, and the next request of that rank comes to the same
+worker. So its cost outlasts the request and counts LASTING times.
+
+Penalties grow with the share by which an objective is missed: r's time to first token, r's time per token, and the time per
+token of the strictest request already there. A fixed penalty would, once no worker meets the objective, send requests to the
+worker that misses it by least, and mix ranks.
+
+Several schedulers that see the same states must not all choose the same worker. A scheduler's own assignments count at once
+(`flights`). For those of others, which no state shows yet, the choice is any worker whose cost is within NEAR of the best,
+selected by a hash: of the adapter while no worker has it, so that it is loaded in one place, else of the request.
+
+`costs` computes all of this for every worker at once, on columns that are kept up to date. `cost_on` computes the same for one
+worker by the plain formula, from its requests; only the tests call it, to compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.choice import Choice, adapter_ms, spread
+from motet.policies.cluster.cluster_state import ClusterState, hash_of
+from motet.policies.cluster.worker_load import tokens_left, tokens_to_prefill
+from motet.policies.times.perf_model import Floats, decode_ms, fetch_ms, load_ms, lora_load, prefill_ms
+from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
+
+PENALTY_MS = 100.0
+"""Penalty per token for an objective that is missed by 100%."""
+LASTING = 2.0
+NEAR = 0.005
+"""Workers whose cost is within this share of the best count as equally good."""
+YOUNG, YOUNG_STEPS = 0.5, 10.0
+_HALF, _ONE, _LASTING, _YOUNG, _YOUNG_STEPS, _INF = map(np.array, (0.5, 1.0, LASTING, YOUNG, YOUNG_STEPS, inf))
+"""Constants as arrays: with them numpy computes in half the time that it takes with Python's numbers."""
+
+
+def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+    """The row with the least cost, or one of nearly the same cost."""
+    cost, breaks_slo = costs(state, ask, now_s, avg_resp_len)
+    np.copyto(cost, _INF, where=~fit)
+    near = (cost <= np.array(float(cost[cost.argmin()]) * (1.0 + NEAR))).nonzero()[0]
+    if len(near) == 1:
+        row = int(near[0])
+    else:
+        known = not ask.adapter or state.holders(ask.adapter) is not None
+        row = spread(state, near, ask.key if known else hash_of(ask.adapter))
+    return Choice(row, float(cost[row]), bool(breaks_slo[row]))
+
+
+def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[Floats, NDArray[np.bool_]]:
+    """The cost of each row, and whether an objective breaks there: that of the request, or of a request already there."""
+    t, perf = state.table, state.perf
+    rank, out = ask.rank, float(ask.out_tokens) or avg_resp_len
+    n = t["exists"]
+
+    d_step, d_prefill = perf.added_ms(rank)
+    if perf.pads:
+        d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(n, t["max_rank"], rank)
+    step = t["step_ms"] + d_step
+    now_ms = np.array(1000.0 * now_s)
+
+    own = perf.prefill_token_ms * np.array(float(ask.tokens)) + d_prefill
+    alone = np.minimum((now_ms - t["opened_ms"]) / step, _ONE)  # chance that r joins no other prefill: then it costs its base
+    copy, fetch = adapter_ms(state, ask)
+    stall = own + alone * perf.prefill_base_ms
+    stalls, waits = state.alike("copies_stall"), state.alike("copies_wait")
+    if stalls != 0.0:
+        stall += copy if stalls == 1.0 else t["copies_stall"] * copy
+    wait = t["queue_ms"] + own
+    if waits != 0.0:
+        wait += copy if waits == 1.0 else t["copies_wait"] * copy
+    if perf.fetches:
+        wait += fetch
+    if perf.pads:
+        padding = perf.prefill_lora_ms * (perf.lora_growth(t["queued"], t["queue_max_rank"], rank) - rank)
+        stall += (1.0 - alone) * padding
+        wait += padding
+
+    young = _YOUNG * np.exp((np.maximum(t["began_ms"], t["opened_ms"]) - now_ms) / (_YOUNG_STEPS * step))
+    per_token = n / np.array(avg_resp_len)  # what stops all of them for a millisecond costs so much
+    others = (per_token + young * alone) * stall + n * (_LASTING * d_step)
+    tpot = step + per_token * perf.prefill_base_ms
+    if state.crowded:
+        wait += _seat_wait_ms(t, n - t["max_running"] + 1.0, step)
+    spare = t["kv_tokens_free"] - t["kv_tokens_promised"]
+    if spare[spare.argmin()] < ask.tokens + out:
+        wait += _memory_wait_ms(t, ask.tokens + out - spare, step)
+    cost = others + tpot + wait / np.array(out)
+
+    ttft = wait + _HALF * step
+    tightest = t["tightest_tpot_ms"]  # of the requests there
+    if _within(ttft, ask.ttft_slo_ms) and _within(tpot, min(ask.tpot_slo_ms, tightest[tightest.argmin()])):
+        return cost, np.zeros(len(cost), dtype=bool)
+    slowing = tpot / tightest
+    ttft_excess, tpot_excess = ttft / ask.ttft_slo_ms - 1.0, tpot / ask.tpot_slo_ms - 1.0
+    excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(slowing - 1.0, 0.0)
+    return cost + PENALTY_MS * excess, excess > 0
+
+
+def _within(values: Floats, limit: float) -> bool:
+    """Whether all values are within `limit`. `argmax` and one element take a fifth of the time of `max` on few workers."""
+    return bool(values[values.argmax()] <= limit)
+
+
+def _seat_wait_ms(t: Mapping[str, NDArray], behind: Floats, step_ms: Floats) -> Floats:
+    """Time until there is a seat. `behind` requests lack one; a seat becomes free every (L / R) / R steps."""
+    running = np.maximum(t["running"], 1.0)
+    return np.maximum(behind, 0.0) * step_ms * t["running_left"] / running**2
+
+
+def _memory_wait_ms(t: Mapping[str, NDArray], lacking: Floats, step_ms: Floats) -> Floats:
+    """Time until the `lacking` KV tokens are free: for r, for those that wait before it, and for the growth of running
+    requests.
+
+    Requests end one by one over the next 2 * (L / R) steps, and each gives back its blocks. So on average half of the tokens
+    still to be produced is held at once, and the used memory becomes free evenly over that time.
+    """
+    used = np.maximum(t["kv_tokens_total"] - t["kv_tokens_free"], 1.0)
+    return step_ms * np.maximum(lacking, 0.0) / used * 2.0 * t["running_left"] / np.maximum(t["running"], 1.0)
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """One worker as the formula sees it.
+
+    `requests` are in order of arrival, each with the time since when it is in its phase; `tier`: where the requested adapter
+    is.
+    """
+
+    limits: WorkerLimits
+    perf: PerfModel
+    kv_blocks_free: int
+    tier: Tier | None
+    requests: Sequence[tuple[RequestBrief, float]]
+
+
+def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[float, float]:
+    """The formula, term by term. Returns the cost, and the largest share by which an objective is missed (0 or less: none)."""
+    perf, limits, kernel, rank = worker.perf, worker.limits, worker.perf.kernel, ask.rank
+    requests = [brief for brief, _ in worker.requests]
+    queue, running = ([r for r in requests if (r.phase == "running") == runs] for runs in (False, True))
+    n, ranks, out = len(requests), [r.rank for r in requests], float(ask.out_tokens) or avg_resp_len
+    left, queue_tokens = sum(map(tokens_left, running)), sum(map(tokens_to_prefill, queue))
+    opened_s = next((since_s for r, since_s in worker.requests if r.phase != "running"), -inf)
+    began_s = next((since_s for r, since_s in reversed(worker.requests) if r.phase == "running"), -inf)
+
+    step = decode_ms(perf, n + 1.0, lora_load(kernel, [*ranks, rank]))
+    d_step = step - decode_ms(perf, float(n), lora_load(kernel, ranks))
+    queued_ms = prefill_ms(perf, float(queue_tokens), lora_load(kernel, [r.rank for r in queue]))
+    joined = prefill_ms(perf, float(queue_tokens + ask.tokens), lora_load(kernel, [*(r.rank for r in queue), rank]))
+    alone = prefill_ms(perf, float(ask.tokens), float(rank))
+    joins = max(0.0, 1.0 - (now_s - opened_s) * 1000 / step)
+
+    used = not ask.adapter or any(r.adapter_digest == ask.adapter for r in requests)
+    copy = 0.0 if used or worker.tier == "device" else load_ms(perf, ask.adapter_bytes)
+    fetch = 0.0 if used or worker.tier in ("device", "host") else fetch_ms(perf, ask.adapter_bytes)
+    stall = alone + joins * (joined - queued_ms - alone) + (copy if limits.copies == "stall" else 0.0)
+    young = YOUNG * exp((max(began_s, opened_s) - now_s) * 1000 / (YOUNG_STEPS * step))
+    others = n * (stall / avg_resp_len + LASTING * d_step) + young * stall * (1 - joins)
+
+    wait = joined + (copy if limits.copies != "bridged" else 0.0) + fetch
+    wait += max(0.0, n + 1 - limits.max_running) * step * left / max(1, len(running)) ** 2
+    total, free = limits.kv_blocks_most * limits.block_size, worker.kv_blocks_free * limits.block_size
+    needed = ask.tokens + out + queue_tokens + sum(map(tokens_left, queue)) + 0.5 * left
+    wait += step * max(0.0, needed - free) / max(1, total - free) * 2 * left / max(1, len(running))
+
+    tpot = step + n * perf.prefill_base_ms / avg_resp_len
+    tightest = min((r.tpot_slo_ms for r in requests if r.tpot_slo_ms), default=inf)
+    missed = [(wait + 0.5 * step) / ask.ttft_slo_ms - 1, tpot / ask.tpot_slo_ms - 1, tpot / tightest - 1]
+    return others + tpot + wait / out + PENALTY_MS * sum(max(0.0, share) for share in missed), max(missed)

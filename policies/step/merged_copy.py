@@ -1,0 +1,164 @@
+"""The second copy of the weights that a live engine merges an adapter into: its adapter, its memory, and its cost.
+
+    no copy ───want──> memory is claimed, KV blocks first come free ──> it is made beside the steps ──made──> whole
+        ^                                                                    │ another adapter is wanted        │
+        └──────────────── drop: KV blocks are short, or the adapter is gone ─┴──────────────────────────────────┘
+
+`policies.step.merge_decision` says which adapter should be merged. Where a copy has to be made first, steps run unmerged until
+it is whole; from then on both modes are one step away. The copy is a cache: it takes KV blocks without users, leaves a quarter
+of the KV share free, and gives all blocks back as soon as a sequence finds none. Where KV cache and adapters have fixed
+regions, as on a GPU, it takes memory that neither has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from motet.policies.memory.ledger import Budget, Class
+from motet.policies.step.batch_state import Sequence
+from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
+from motet.policies.times.perf_model import MIB
+from motet.policies.times.step_record import Step
+from motet.policies.times.step_times import OnlineFit
+from motet.shared.model import PerfModel
+
+MERGE = MergeConfig(
+    alpha=0.9,
+    beta=0.85,
+    lowest=0.8,
+    lowest_beta=0.8,
+    highest=1.0,
+    period=50,
+    credit=200.0,
+    starving=240.0,
+    normal=200.0,
+    rest_ms=500.0,
+    gain=0.01,
+)
+"""The constants of a live engine. LoRA costs its steps 5 to 15%, so an adapter has to be nearly alone, and no threshold falls
+far below that however long merging has won. A switch costs nothing once the copy is whole. With these credits a lone request
+rests for some 40 steps before it is served first, and for half a second at most where steps are long."""
+NOTHING_KNOWN = MergeCosts(switch_ms=0.0, step_ms=0.0, row_ms=0.0, lora=0.0)
+"""The costs before the first step."""
+START_MS_PER_MIB = 1.0
+"""Assumed time of making a copy until one has been made."""
+PRIOR_LORA = 0.25
+"""Expected cost of LoRA before merged and unmerged steps have been compared, as a share of the start values' cost. The start
+values hold for batches of any ranks and may be far off for one adapter; a value that is too small only delays the first
+merge."""
+SHAPE = 2e-5
+"""Weight of the start values' proportions (`OnlineFit.SHAPE`). It is small, because batches do not look alike here: the same
+requests run with LoRA and without."""
+EVERY = 4
+"""One in this many steps is weighed, because the fit would be a noticeable part of a small model's step."""
+
+
+class Lender(Protocol):
+    """The lender of the copy's memory: `memory_boundary.Boundary` or `SpareMemory`."""
+
+    @property
+    def lent_bytes(self) -> int:
+        """The bytes lent to the copy."""
+
+    def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
+        """From now on a copy may borrow. `held` returns its bytes by class."""
+
+    def lend(self, size_bytes: int) -> bool:
+        """Change the memory lent to the copy to `size_bytes`; returns whether the copy has that much now."""
+
+
+class SpareMemory:
+    """Memory of a device beside fixed regions for KV cache and adapters.
+
+    It only books the copy's bytes; whether the device has that much is known when the copy is allocated.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.lent_bytes = 0
+
+    def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
+        self._claim = self._budget.claim("merged", 0, held)
+
+    def lend(self, size_bytes: int) -> bool:
+        self._budget.total_bytes += size_bytes - self.lent_bytes
+        self.lent_bytes = self._claim.size_bytes = size_bytes
+        return True
+
+
+class MergedCopy:
+    """The merged copy of one engine. `merging` learns when it is complete."""
+
+    def __init__(self, merging: Merging, boundary: Lender, perf: PerfModel) -> None:
+        self._merging, self._boundary = merging, boundary
+        self._times = OnlineFit([perf.decode_base_ms, perf.decode_row_ms, PRIOR_LORA * perf.decode_lora_ms], shape=SHAPE)
+        self._ms_per_mib = START_MS_PER_MIB
+        self._least_lora_ms = PRIOR_LORA * perf.decode_lora_ms  # until a copy has been whole: it has to be tried once
+        self._steps = 0
+        self.adapter = ""
+        """The adapter of the copy, also while it is being made."""
+        self.size_bytes = 0
+        """The size of the complete copy."""
+        self.whole = False
+        merging.whole = ""
+        boundary.lends(lambda: {"used" if merging.merged else "idle": boundary.lent_bytes})
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Bytes of the KV blocks that are lent to the copy."""
+        return self._boundary.lent_bytes
+
+    @property
+    def lora(self) -> float:
+        """What LoRA adds to an unmerged step of the last batch, as a share of the step without it."""
+        return self._merging.costs.lora
+
+    @property
+    def make_ms(self) -> float:
+        """Time that steps lose while a copy of this size is made."""
+        return self._ms_per_mib * self.size_bytes / MIB
+
+    def want(self, adapter: str, size_bytes: int) -> bool:
+        """Claim memory for a copy of this adapter, a part in each step. Returns whether the copy can be made now."""
+        if adapter != self.adapter:
+            self.adapter, self.size_bytes, self.whole = adapter, size_bytes, False
+            self._merging.whole = ""
+        return self._boundary.lend(size_bytes)
+
+    def made(self, took_ms: float) -> None:
+        """The copy is complete. Making it took `took_ms` from the steps."""
+        self.whole, self._merging.whole = True, self.adapter
+        self._least_lora_ms = 0.0
+        self._ms_per_mib = took_ms * MIB / self.size_bytes
+
+    def drop(self) -> None:
+        """Drop the copy. The next step runs unmerged."""
+        if self._merging.merged:
+            self._merging.unmerge()
+        self.adapter, self.size_bytes, self.whole, self._merging.whole = "", 0, False, ""
+        self._boundary.lend(0)
+
+    # ---- what it costs and saves
+
+    def observe(self, step: Step) -> None:
+        """Take in a step that has run. Ranks of a merged step are 0. Only steps without prefills count."""
+        self._steps += 1
+        if self._steps % EVERY:
+            return
+        if step.decode_rows and not step.prefill_requests and not step.cold_rows:
+            self._times.observe((1.0, step.decode_rows, step.decode_rank_sum), step.time_ms)
+
+    def weigh(self, running: Collection[Sequence]) -> None:
+        """Tell the policy how long a step of these sequences takes in either mode."""
+        if self._steps % EVERY:
+            return
+        step_ms, row_ms, lora_ms = self._times.weights
+        plain_ms = step_ms + row_ms * len(running)
+        size = self.size_bytes or max([seq.merged_bytes for seq in running], default=0)
+        self._merging.costs = MergeCosts(
+            switch_ms=self._ms_per_mib * size / MIB,
+            step_ms=step_ms,
+            row_ms=row_ms,
+            lora=max(lora_ms, self._least_lora_ms) * sum([seq.rank for seq in running]) / plain_ms if plain_ms else 0.0,
+        )

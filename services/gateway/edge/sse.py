@@ -1,0 +1,206 @@
+"""Streams answers as server-sent events. This is a hot path: a token costs one JSON string and one join.
+
+The other fields of a chunk never change within a choice, so they are encoded once per request; per token only the text is
+encoded. All tokens that are ready when the task wakes are sent in one write, each as its own event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from motet.services.gateway.edge.http import SERVER_SEND
+from motet.services.gateway.openai import answers
+from motet.services.gateway.openai.prepare import RequestPlan
+from motet.services.gateway.owner.detokenize import Detokenizer
+from motet.services.gateway.owner.made_by import MadeBy
+from motet.services.gateway.owner.stream import Signal, Stream, TextDelta
+from motet.shared.errors import MotetError
+
+GRACE_S = 30.0
+KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that stay silent; a prefill or a queue can be
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every client of server-sent events skips
+DONE = b"data: [DONE]\n\n"
+_MARK = "\x00text\x00"
+
+
+class SseResponse(Response):
+    """Serves the streams of one plan and cancels them when it ends for any reason."""
+
+    def __init__(
+        self, plan: RequestPlan, streams: list[Stream], signal: Signal, detokenizer: Detokenizer, made_by: MadeBy
+    ) -> None:
+        super().__init__(status_code=200, media_type="text/event-stream")
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"
+        del self.headers["content-length"]
+        self.headers.update(made_by.headers)
+        self._head = answers.head(plan) | {"system_fingerprint": made_by.fingerprint}  # of every chunk
+        self._plan, self._streams, self._signal, self._detokenizer = plan, streams, signal, detokenizer
+        self._gone = False
+        self._sent = self._due = False  # something since the last beat; a keep-alive comment
+        options = plan.request.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._running_usage = bool(options and options.continuous_usage_stats) and self._usage
+        self._logprobs = plan.jobs[0].sampling.logprobs is not None
+        self._token_ids = bool(plan.request.return_token_ids)
+        self._parsers = [plan.parsing.open() for _ in streams] if plan.parsing is not None else []
+        self._plain = not (self._logprobs or self._running_usage or self._token_ids or self._parsers)
+        self._told = [0] * len(streams)  # token ids that events have shown
+        self._frames = [self._frame(i) for i in range(len(streams))]
+        self._offsets = [len(echo) for echo in plan.echoes]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        loop = asyncio.get_running_loop()
+        # a task of its own and the server's own `send`: no token passes through the framework's twenty frames
+        pump = loop.create_task(self._pump(scope.get(SERVER_SEND, send)))
+        listener = loop.create_task(self._listen(receive, pump))
+        # a client that reads nothing at all holds its last chunks no longer than a request may live
+        limit = loop.call_later(self._plan.jobs[0].timeout_s + GRACE_S, self._cut, pump)
+        self._beat_later(loop)
+        for stream in self._streams:
+            stream.on_slow = functools.partial(self._cut, pump)
+        try:
+            await pump
+        except asyncio.CancelledError:
+            if not self._gone:
+                raise
+        finally:
+            listener.cancel()
+            self._beating.cancel()
+            limit.cancel()
+            for stream in self._streams:
+                stream.cancel()
+
+    def _beat_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._sent = False
+        self._beating = loop.call_later(KEEP_ALIVE_S, self._beat, loop)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the pump for a keep-alive when nothing was sent since the last beat."""
+        if not self._sent:
+            self._due = True
+            self._signal.set()
+        self._beat_later(loop)
+
+    async def _listen(self, receive: Receive, pump: asyncio.Task[Any]) -> None:
+        """Cancel all streams when the client disconnects."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        for stream in self._streams:
+            stream.cancel()
+        self._cut(pump)
+
+    def _cut(self, pump: asyncio.Task[Any]) -> None:
+        """End without a final event; the server closes the connection of an unfinished answer."""
+        self._gone = True
+        pump.cancel()
+
+    async def _pump(self, send: Send) -> None:
+        parts = self._opening()
+        running = list(range(len(self._streams)))
+        while True:
+            try:
+                for i in list(running):
+                    stream = self._streams[i]
+                    if self._plain and (texts := stream.take_texts()):
+                        parts += self._quick(i, texts)
+                    else:
+                        for delta in stream.take():
+                            if self._plain and delta.finish is None:
+                                parts += self._quick(i, [delta.text])
+                            elif event := self._full(i, delta):
+                                parts.append(event)
+                    if stream.ended:
+                        stream.take()  # raises what ended it
+                        running.remove(i)
+            except MotetError as error:
+                parts += (b"data: ", orjson.dumps(error.openai()), b"\n\n", DONE)
+                break
+            if not running:
+                if self._usage:
+                    body = self._head | {"choices": [], "usage": answers.usage(self._plan, self._streams)}
+                    parts += (b"data: ", orjson.dumps(body), b"\n\n")
+                parts.append(DONE)
+                break
+            if not parts and self._due:
+                parts.append(KEEP_ALIVE)
+            if parts:
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                parts = []
+                self._sent, self._due = True, False
+            await self._signal.wait()
+        await send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
+
+    def _opening(self) -> list[bytes]:
+        """Roles (chat) or echoed prompts (completions)."""
+        parts: list[bytes] = []
+        for i, echo in enumerate(self._plan.echoes):
+            prompt = {"prompt_token_ids": self._plan.jobs[i].prompt} if self._token_ids else {}
+            if self._plan.chat:
+                parts.append(self._event(i, {"delta": {"role": "assistant", "content": ""}}, prompt))
+            elif echo or prompt:
+                parts.append(self._event(i, {"text": echo} | prompt))
+        return parts
+
+    def _event(self, choice: int, content: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
+        body = {"index": choice} | content | {"logprobs": None, "finish_reason": None}
+        event = self._head | {"choices": [body]} | (beside or {})
+        if self._usage:
+            event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
+        return b"data: " + orjson.dumps(event) + b"\n\n"
+
+    def _frame(self, choice: int) -> tuple[bytes, bytes, bytes]:
+        """The encoded bytes before, between and after the texts of unfinished chunks."""
+        content = {"delta": {"content": _MARK}} if self._plan.chat else {"text": _MARK}
+        before, after = self._event(choice, content).split(orjson.dumps(_MARK))
+        return before, after + before, after
+
+    def _quick(self, i: int, texts: list[str]) -> tuple[bytes, ...]:
+        """Chunks with nothing but a text, one per text; a text is empty while a character is incomplete."""
+        encoded = [orjson.dumps(text) for text in texts if text]
+        if not encoded:
+            return ()
+        before, between, after = self._frames[i]
+        return before, between.join(encoded), after
+
+    def _full(self, i: int, delta: TextDelta) -> bytes:
+        """Encodes any other chunk: the last one, and chunks with log-probabilities, running usage, tool calls or reasoning.
+
+        Returns nothing while it is undecided which kind of text it is.
+        """
+        body: dict[str, Any] = {"index": i}
+        finish: str | None = delta.finish
+        if self._parsers:
+            body["delta"] = self._parsers[i].delta(delta.text, last=finish is not None)
+            if not (body["delta"] or finish or self._logprobs or self._token_ids):
+                return b""
+            finish = finish and self._parsers[i].finish(finish)
+        elif self._plan.chat:
+            body["delta"] = {"content": delta.text} if delta.text or not delta.finish else {}
+        else:
+            body["text"] = delta.text
+        body["logprobs"] = None
+        if delta.logprobs:
+            body["logprobs"] = answers.logprobs_body(
+                self._plan, self._detokenizer, delta.tokens, delta.logprobs, self._offsets[i]
+            )
+            self._offsets[i] += sum(len(self._detokenizer.token_text(token)) for token in delta.tokens)
+        if self._token_ids:
+            begin, stream = self._told[i], self._streams[i]
+            # the last delta hides the token that ended the text; the others show all theirs
+            self._told[i] = len(stream.answered) if delta.finish else begin + len(delta.tokens)
+            body["token_ids"] = stream.answered[begin : self._told[i]]
+        body["finish_reason"] = finish
+        if delta.finish is not None:
+            body["stop_reason"] = delta.stop_reason
+        event = self._head | {"choices": [body]}
+        if self._usage:
+            event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
+        return b"data: " + orjson.dumps(event) + b"\n\n"

@@ -1,0 +1,182 @@
+"""POST /v1/embeddings: the request's fields, its plan, and OpenAI's answer. No HTTP here.
+
+Each input is an ordinary request: it is assigned, watched and, after a loss, given to another worker. At most `AT_ONCE` inputs
+of a request are submitted at a time. If the first one is refused for lack of room, so is the whole request. Later inputs that
+find no room are tried again, because other inputs of the same request may take that room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from motet.policies.tenant_shares import Part
+from motet.services.gateway.openai import fields, protocol
+from motet.services.gateway.owner.encoding import Rows, hold
+from motet.services.gateway.owner.made_by import Answer
+from motet.services.gateway.owner.owner import Owner
+from motet.services.gateway.owner.stream import Job, Stream
+from motet.shared.clock import now_s
+from motet.shared.errors import MotetError, Overloaded
+
+INPUTS_MAX = 2048  # as OpenAI
+DIMENSIONS_MAX = 1 << 16
+AT_ONCE = 32
+AGAIN_S = (0.05, 1.0)  # pauses before an input without room is tried again
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings."""
+
+    input: Annotated[
+        Any,
+        Meta(
+            description=f"One or several texts, as text or token ids; at most {INPUTS_MAX} of them.",
+            extra_json_schema=protocol.prompt_schema(INPUTS_MAX),
+        ),
+    ]
+    model: (
+        Annotated[str, Meta(description="The base model, an adapter, or `base:adapter`; by default the base model.")] | None
+    ) = None
+    encoding_format: (
+        Annotated[
+            Literal["float", "base64"],
+            Meta(description="`float`: a list of numbers; `base64`: the bytes of little-endian float32 numbers."),
+        ]
+        | None
+    ) = "float"
+    dimensions: (
+        Annotated[
+            int,
+            Meta(ge=1, le=DIMENSIONS_MAX, description="Length of the embeddings, where the model can shorten them."),
+        ]
+        | None
+    ) = None
+    # vLLM
+    add_special_tokens: Annotated[bool, Meta(description="Let the tokenizer add its special tokens (default: yes).")] | None = (
+        True
+    )
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=1 << 31, description="Truncate inputs to this many tokens; -1: to what the model takes.")]
+        | None
+    ) = None
+    truncation_side: (
+        Annotated[
+            Literal["left", "right"],
+            Meta(description="Side on which truncate_prompt_tokens cuts; right (default) keeps the beginning of the input."),
+        ]
+        | None
+    ) = None
+    priority: (
+        Annotated[int, Meta(ge=0, le=1 << 31, description="Requests with a smaller number run first on their worker.")] | None
+    ) = None
+    cache_salt: (
+        Annotated[
+            str, Meta(min_length=1, max_length=1024, description="Share cached prefixes only with requests of the same salt.")
+        ]
+        | None
+    ) = None
+    request_id: protocol.RequestId | None = None
+
+    stream: ClassVar[bool] = False
+
+    def inputs(self) -> list[str | list[int]]:
+        """One or several inputs, as text or token ids. Raises BadRequest."""
+        return protocol.prompts_of(self.input, "input", most=INPUTS_MAX)
+
+
+class EmbeddingPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is ready to run: one job per input."""
+
+    request: EmbeddingRequest
+    model: str  # as the client named it
+    jobs: list[Job]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all inputs."""
+        return sum(len(job.prompt) for job in self.jobs)
+
+
+_decoder = msgspec.json.Decoder(EmbeddingRequest)
+
+
+def parse(body: bytes) -> EmbeddingRequest:
+    """An embedding request. Raises BadRequest naming the field, or saying that it is not JSON."""
+    request: EmbeddingRequest = protocol.known(body, _decoder, fields.EMBEDDING)
+    if request.truncate_prompt_tokens == 0:
+        raise protocol.BadRequest("truncate_prompt_tokens leaves no token of the input", param="truncate_prompt_tokens")
+    return request
+
+
+async def collect(owner: Owner, plan: EmbeddingPlan, held: Part) -> Answer:
+    """Run a plan to its end and return OpenAI's answer, the body for `encoding.encoded`.
+
+    Raises the MotetError of the first input that fails; the others are cancelled then.
+    """
+    first, *others = plan.jobs
+    room, opened = asyncio.Semaphore(AT_ONCE), await owner.open(first)
+
+    async def run(job: Job) -> Stream:
+        async with room:
+            return await _ended(opened if job is first else await _open(owner, job, now_s() + job.timeout_s))
+
+    running = [asyncio.ensure_future(run(job)) for job in (first, *others)]
+    try:
+        streams: Sequence[Stream] = await asyncio.gather(*running)
+    except BaseException:
+        opened.cancel()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        raise
+    encode = _base64 if plan.request.encoding_format == "base64" else _numbers
+
+    def made(begin: int, end: int) -> list[Any]:
+        shown = enumerate(streams[begin:end], begin)
+        return [{"object": "embedding", "index": i, "embedding": encode(stream.embedding)} for i, stream in shown]
+
+    hold(held, sum(len(stream.embedding) for stream in streams))
+    body: dict[str, Any] = {
+        "object": "list",
+        "model": plan.model,
+        "data": Rows(len(streams), made),
+        "usage": {"prompt_tokens": plan.prompt_tokens, "total_tokens": plan.prompt_tokens},
+    }
+    if cached := sum(stream.cached_tokens for stream in streams):
+        body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
+    return Answer(body, owner.made_by(streams[0]))
+
+
+async def _open(owner: Owner, job: Job, deadline_s: float) -> Stream:
+    """The stream of a later input: if it finds no room, it is tried again until `deadline_s`."""
+    while True:
+        try:
+            return await owner.open(job)
+        except Overloaded as error:
+            pause_s = min(max(error.retry_after_s or 0.0, AGAIN_S[0]), AGAIN_S[1])
+            if now_s() + pause_s > deadline_s:
+                raise
+            await asyncio.sleep(pause_s)
+
+
+async def _ended(stream: Stream) -> Stream:
+    async for _ in stream:
+        pass
+    if not stream.embedding:
+        raise MotetError("the worker answered without an embedding")
+    return stream
+
+
+def _base64(embedding: bytes) -> str:
+    return base64.b64encode(embedding).decode()
+
+
+def _numbers(embedding: bytes) -> Any:
+    return np.frombuffer(embedding, "<f4")

@@ -1,0 +1,98 @@
+"""The gateway's copy of the workers' published state, used for metrics, readiness and lost requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from motet.policies.cluster.worker_book import Holdings, Shelf, WorkerBook
+from motet.services.gateway.owner.lost_workers import Absentees
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.messages import WorkerNotice, WorkerSnapshot, WorkerState
+from motet.shared.telemetry import logger
+
+log = logger("motet.gateway.fleet")
+
+STALE_S = 10.0  # a worker without a message for this long is forgotten
+
+
+class Fleet:
+    """All workers that report their state."""
+
+    def __init__(self, bus: Bus, base_model: str) -> None:
+        self._bus, self.base_model = bus, base_model
+        self._shelf = Shelf()
+        self._book = WorkerBook(self._shelf)
+        self._newcomer = asyncio.Event()
+        self.absent = Absentees(base_model)
+
+    async def start(self) -> None:
+        """Start listening; the state is complete after one heartbeat."""
+        await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
+        await self._bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
+
+    def _on_notice(self, notice: WorkerNotice) -> None:
+        self.absent.on_notice(notice, now_s())
+        if notice.event == "failed":
+            log.warning("worker failed", extra={"worker": notice.worker_id, "reason": notice.reason})
+
+    def _on_state(self, state: WorkerState) -> None:
+        if not isinstance(state, WorkerSnapshot):
+            self._book.delta(state, now_s())
+        elif state.limits.base_model == self.base_model:
+            known = state.worker_id in self._book
+            if self._book.snapshot(state, now_s()):
+                self.absent.on_state(state.worker_id, state.incarnation)
+                if not known:
+                    self._newcomer.set()
+                    self._newcomer = asyncio.Event()
+
+    def workers(self) -> WorkerBook:
+        """The workers of this gateway's base model that reported recently."""
+        for known in self._book.silent(now_s() - STALE_S):
+            self.lose(known.worker_id)
+        return self._book
+
+    def held(self, worker_id: str) -> Holdings:
+        """The requests and adapters of a worker; empty for an unknown worker."""
+        return self._shelf.of(worker_id)
+
+    async def newcomer(self, within_s: float) -> bool:
+        """Wait for a new worker; returns whether one came."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._newcomer.wait()
+                return True
+        return False
+
+    def lose(self, worker_id: str) -> None:
+        """Remove a worker whose lease expired or that is silent."""
+        if self._book.forget(worker_id):
+            self.absent.on_lost(worker_id, now_s())
+
+    def coming(self) -> bool:
+        """Whether no worker serves yet but one is loading its model, which takes minutes for a large model."""
+        return not self.workers() and self.absent.loading(now_s())
+
+    def why_none_serves(self) -> str:
+        """Why no worker serves the base model, for operators: with the reasons that failed workers gave."""
+        return "; ".join([f"no worker serves {self.base_model}", *self.absent.sentences(now_s())])
+
+    def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
+        """Whether a snapshot taken after `since_s` shows that the worker does not have this request."""
+        known = self._book.get(worker_id)
+        if known is None or known.snapshot_s < since_s:
+            return False
+        brief = self.held(worker_id).requests.get(request_id)
+        return brief is None or brief.epoch != epoch
+
+    def max_model_len(self, default: int) -> int:
+        """The longest sequence that any worker accepts, in tokens; `default` without workers."""
+        return max((known.limits.max_model_len for known in self.workers()), default=default)
+
+    def tiers(self, digest: str) -> dict[str, str]:
+        """Where an adapter version is resident: worker id -> fastest tier."""
+        held = {known.worker_id: self.held(known.worker_id).adapters.get(digest) for known in self.workers()}
+        return {worker_id: residency.tier for worker_id, residency in held.items() if residency is not None}

@@ -1,0 +1,193 @@
+"""The planner: moves requests from workers with long queues to others (`policies.cluster.rebalance`), and now and then adapters
+(`placer`).
+
+    ClusterState ─> questions ─> plans (in a thread) ─> Move to the gateways ─> the owner submits it again, `move_to` first
+
+Every scheduler has one, and one of them plans: the holder of the key `planner.scheduler` in the bucket of leases. It renews the
+key, and another one takes over when the key has not changed for `EXPIRY_S`. A holder that cannot renew it stops earlier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from motet.policies.cluster.migration_plan import Plan
+from motet.policies.cluster.rebalance import Question, RebalanceConfig, Rebalancer
+from motet.services.scheduler import metrics
+from motet.services.scheduler.cluster import WatchedCluster
+from motet.services.scheduler.placer import Placer
+from motet.shared import subjects
+from motet.shared.bus import Bus, decode, encode
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import MotetError, Unavailable
+from motet.shared.kv import Bucket, KvEntry
+from motet.shared.leases import EXPIRY_S, RENEW_S
+from motet.shared.messages import Lease, Move, MoveStatus, PlanStatus
+from motet.shared.telemetry import logger
+
+log = logger("motet.scheduler.planner")
+KEY = "planner.scheduler"
+LOOK_S = 0.25
+STOP_S = 1.5  # a holder that has not renewed for this long plans no more; shorter than EXPIRY_S
+
+
+class Turn:
+    """A role that one of several processes has at a time: the process that holds `key`."""
+
+    def __init__(self, bucket: Bucket, key: str, holder: str) -> None:
+        self._bucket, self._key, self._holder = bucket, key, holder
+        self._renewed_s = float("-inf")
+        self._seen: tuple[int, float] = 0, 0.0  # the key's last revision, and since when by our clock
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process has the role now."""
+        return now_s() - self._renewed_s < STOP_S
+
+    async def renew(self) -> None:
+        """Renew the key, or take it if it has no holder or its holder is gone. Raises Unavailable when JetStream is away."""
+        began_s = now_s()
+        entry = await self._bucket.get(self._key)
+        if entry is not None and not self._ours(entry):
+            revision, since_s = self._seen
+            if entry.revision != revision:
+                self._seen = entry.revision, began_s
+                return
+            if began_s - since_s < EXPIRY_S:
+                return
+        lease = Lease(incarnation=self._holder, renewed_unix_ms=unix_ms())
+        if await self._bucket.replace(self._key, encode(lease), entry.revision if entry is not None else 0) is not None:
+            self._renewed_s = began_s
+
+    def _ours(self, entry: KvEntry) -> bool:
+        try:
+            return bool(decode(entry.value, Lease).incarnation == self._holder)
+        except msgspec.MsgspecError:
+            return False
+
+    async def release(self) -> None:
+        """Give up the role, so that another process can take it at once."""
+        if self.mine:
+            self._renewed_s = float("-inf")
+            await self._bucket.delete(self._key)
+
+
+class Planner:
+    """Plans moves of requests and placements of adapters. Of several schedulers only the one with the role acts.
+
+    `mean_tokens`: the average output length; `identity`: unique to this process.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        cluster: WatchedCluster,
+        mean_tokens: Callable[[], float],
+        *,
+        identity: str,
+        stale_s: float,
+        config: RebalanceConfig,
+        placer: Placer,
+    ) -> None:
+        self._bus, self._cluster, self._mean_tokens = bus, cluster, mean_tokens
+        self._identity, self._stale_s, self._config = identity, stale_s, config
+        self._rebalancer = Rebalancer(config)
+        self._placer = placer
+        self._turn: Turn | None = None
+
+    async def run(self) -> None:
+        """Check the cluster every `LOOK_S` seconds. Never returns."""
+        renewed_s, placed_s = float("-inf"), now_s()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                if now_s() - renewed_s >= RENEW_S:
+                    renewed_s = now_s()
+                    await asyncio.wait_for(self._renew(), timeout=STOP_S)
+                if self._turn is not None and self._turn.mine:
+                    await self._move()
+                    if now_s() - placed_s >= self._placer.every_s:
+                        placed_s = now_s()
+                        await self._placer.place()
+            except (MotetError, TimeoutError) as error:
+                log.warning("no plan", extra={"error": repr(error)})
+            metrics.PLANNING.set(self._turn is not None and self._turn.mine)
+
+    async def stop(self) -> None:
+        """Give up the role, so that another scheduler can plan at once."""
+        if self._turn is not None:
+            await self._turn.release()
+
+    async def _renew(self) -> None:
+        if self._turn is None:
+            self._turn = Turn(await Bucket.open(self._bus, subjects.KV_LEASES, wait_s=0.0), KEY, self._identity)
+        await self._turn.renew()
+
+    async def dry_run(self) -> list[PlanStatus]:
+        """The plan for the present state, whatever the triggers say and whichever scheduler has the role."""
+        return [_shown(question, await self._answer(question)) for question in self._questions(always=True)]
+
+    def _questions(self, *, always: bool = False) -> list[Question]:
+        return self._rebalancer.questions(
+            self._cluster.state, now_s(), stale_s=self._stale_s, avg_resp_len=self._mean_tokens(), always=always
+        )
+
+    async def _answer(self, question: Question) -> Plan:
+        """The plan, made in a thread, so that the event loop continues."""
+        began_s = now_s()
+        plan = await asyncio.to_thread(question.answer, self._config.plan)
+        metrics.PLAN_S.observe(now_s() - began_s)
+        return plan
+
+    async def _move(self) -> None:
+        for question in self._questions():
+            plan = await self._answer(question)
+            self._rebalancer.moved([plan], now_s())
+            metrics.PLANS.labels("moves" if plan.moves else "in_vain").inc()
+            if not plan.moves:
+                continue
+            pressure = question.pressure
+            log.info(
+                "moving",
+                extra={
+                    "base_model": question.base_model,
+                    "requests": len(plan.moves),
+                    "wait_ms": round(pressure.most_ms),
+                    "least_ms": round(pressure.least_ms),
+                    "late": pressure.late,
+                    "gain": round(1.0 - plan.after_ms / plan.before_ms, 3),
+                },
+            )
+            for move in self._messages(plan):
+                try:
+                    await self._bus.publish(subjects.MOVE, move)
+                except Unavailable:
+                    return
+                metrics.MOVES.inc()
+
+    def _messages(self, plan: Plan) -> list[Move]:
+        state = self._cluster.state
+        found = []
+        for move in plan.moves:
+            brief = state.requests(move.source).get(move.request_id) if move.source in state else None
+            if brief is not None:  # it has not ended meanwhile
+                known = move.to in state
+                kv = known and self._rebalancer.travels(state, move.request_id, move.source, move.to)
+                found.append(Move(request_id=move.request_id, epoch=brief.epoch, to=move.to, kv=kv))
+        return found
+
+
+def _shown(question: Question, plan: Plan) -> PlanStatus:
+    pressure = question.pressure
+    return PlanStatus(
+        base_model=question.base_model,
+        most_wait_ms=round(pressure.most_ms, 1),
+        least_wait_ms=round(pressure.least_ms, 1),
+        late_workers=pressure.late,
+        before_ms=round(plan.before_ms, 1),
+        after_ms=round(plan.after_ms, 1),
+        moves=[MoveStatus(request_id=m.request_id, adapter=m.adapter, source=m.source, to=m.to) for m in plan.moves],
+    )

@@ -1,0 +1,299 @@
+"""The engine in a thread of its own, between a command queue and the event loop.
+
+    loop   --add, cancel, load, unload, abort-->  deque + event  --between steps-->  engine thread
+    loop   <--one call_soon_threadsafe per step: StepReport-----------------------  engine thread
+
+Rules:
+- the engine never waits for the network: a report is handed over when the loop *takes* it, not when it is sent.
+- the engine waits while the loop is `MAX_AHEAD` reports behind. Tokens are never dropped here, so the number of waiting reports
+  must be bounded. The pause is counted (`motet_worker_engine_paused_seconds`).
+- the loop never waits for the engine: commands only append.
+- while there is nothing to do the thread sleeps on the event; while all requests wait for an adapter's copy, with a timeout.
+- no exception ends the thread. A failed command is answered for its request; when a step fails as a whole, its
+  requests end with an error. `StepReport.failures` counts failing steps since the last good one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from motet.services.worker import metrics
+from motet.services.worker.engines.protocol import Capabilities
+from motet.services.worker.engines.request import EngineRequest, StepOutput
+from motet.shared.clock import now_s
+from motet.shared.errors import MotetError, Overloaded
+from motet.shared.messages import StreamItem
+from motet.shared.telemetry import logger
+
+if TYPE_CHECKING:
+    from motet.services.worker.engines.adapter_weights import HostAdapter
+    from motet.services.worker.native.engine import Engine
+
+T = TypeVar("T")
+log = logger("motet.worker.engine")
+MAX_AHEAD = 32  # reports
+MAX_COMMANDS = 16_384
+STOP_S = 10.0
+NATIVE = Capabilities(
+    exact_resume="sampled",
+    logprobs=True,
+    merged_adapters=True,
+    kv_types=frozenset({"model", "int8"}),
+    preempts="worker",
+    kv_travels=True,
+)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """The event loop's report of one step, which began at `began_s`; its duration is in the statistics.
+
+    `failures` counts consecutive failing steps, this one included.
+    """
+
+    step: int
+    began_s: float
+    output: StepOutput
+    failures: int
+    kv_blocks_free: int
+    adapter_bytes_free: int
+    prefill_tokens_waiting: int
+
+
+class EngineThread:
+    """Owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in the order of steps."""
+
+    def __init__(self, build: Callable[[], Engine], deliver: Callable[[StepReport], None]) -> None:
+        self._build, self._deliver = build, deliver
+        self._commands: deque[Callable[[Engine], StepOutput | None]] = deque()
+        self._wake = threading.Event()
+        self._credits = threading.Semaphore(MAX_AHEAD)
+        self._stopping = False
+        self._busy_since: float | None = None
+        self._failures = 0
+        self._merges = False
+        self._step = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- the loop's side (`engine_protocol`)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The properties of Motet's own engine, with the options that it was started with."""
+        return NATIVE if self._merges else replace(NATIVE, merged_adapters=False)
+
+    @property
+    def kv(self) -> ThreadKv:
+        """The engine's KV blocks, for moves."""
+        return ThreadKv(self)
+
+    async def start(self) -> None:
+        """Build the engine in its thread. Raises what `build` raises."""
+        self._loop = asyncio.get_running_loop()
+        self._built: asyncio.Future[None] = self._loop.create_future()
+        self._thread.start()
+        await self._built
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. If the engine refuses it, its error comes as an item. Raises Overloaded when the queue is full."""
+        if len(self._commands) >= MAX_COMMANDS:
+            raise Overloaded("the engine is not taking commands", retry_after_s=1.0)
+        self._post(lambda engine: _add(engine, request))
+
+    def cancel(self, request_id: str, epoch: int) -> None:
+        self._post(lambda engine: _ignore(engine.cancel(request_id, epoch)))
+
+    def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> None:
+        self._post(lambda engine: _ignore(engine.load_adapter(adapter, over)))
+
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        self._post(lambda engine: engine.pin_adapters(digests))
+
+    def unload_adapter(self, digest: str) -> None:
+        self._post(lambda engine: _ignore(engine.unload_adapter(digest)))
+
+    def abort_all(self, error: MotetError) -> None:
+        """End all running and waiting requests with `error`."""
+        self._post(lambda engine: engine.abort_all(error))
+
+    def busy_s(self) -> float:
+        """How long the present step has been running; 0 between steps."""
+        since = self._busy_since
+        return now_s() - since if since is not None else 0.0
+
+    async def stop(self) -> None:
+        """End the thread after its present step; waits at most `STOP_S`."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, STOP_S)
+
+    def ask(self, question: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """Call `question(engine)` in the engine's thread between two steps. The future gets its result."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def command(engine: Engine) -> None:
+            try:
+                found = question(engine)
+            except Exception as error:
+                self._on_loop(_fail, answer, error)
+            else:
+                self._on_loop(_answer, answer, found)
+
+        self._post(command)
+        return answer
+
+    def _post(self, command: Callable[[Engine], StepOutput | None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _take(self, report: StepReport) -> None:
+        self._credits.release()
+        self._deliver(report)
+
+    # ---- the engine's side
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+            self._merges = engine.merges
+        except BaseException as error:
+            self._on_loop(_fail, self._built, error)
+            return
+        self._on_loop(_answer, self._built, None)
+        while not self._stopping:
+            self._apply(engine)
+            if engine.has_work():
+                self._advance(engine)
+                if engine.pause_s:
+                    self._wake.wait(engine.pause_s)
+                    self._wake.clear()
+            else:
+                self._wake.wait()
+                self._wake.clear()
+        engine.close()
+
+    def _apply(self, engine: Engine) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            try:
+                output = command(engine)
+            except Exception:
+                log.exception("engine command failed")
+                continue
+            if output is not None:
+                self._report(engine, output, now_s())
+
+    def _advance(self, engine: Engine) -> None:
+        began = self._busy_since = now_s()
+        try:
+            output = engine.step(began)
+        except Exception as error:
+            log.exception("engine step failed")
+            output = self._abort(engine, error)
+        else:
+            if output.failure is not None:
+                log.error("forward pass failed", exc_info=output.failure)
+        self._busy_since = None
+        if output.empty:
+            return
+        self._step += 1
+        if output.failure is not None:
+            self._failures += 1
+            metrics.STEP_FAILURES.inc()
+        elif output.stats.sampled:
+            self._failures = 0
+        output.stats.time_ms = (now_s() - began - output.stats.merge_s) * 1000
+        self._report(engine, output, began)
+
+    def _abort(self, engine: Engine, error: Exception) -> StepOutput:
+        """End all requests after an exception that left the engine in an unknown state."""
+        try:
+            output = engine.abort_all(MotetError(f"the engine failed: {error!r}"))
+        except Exception:
+            log.exception("engine cannot be cleared")
+            output = StepOutput()
+        output.failure = error
+        return output
+
+    def _report(self, engine: Engine, output: StepOutput, began_s: float) -> None:
+        if not self._credits.acquire(blocking=False):
+            waited_since_s = now_s()
+            while not self._credits.acquire(timeout=0.1):
+                if self._stopping:
+                    return
+            metrics.LOOP_LAG_S.inc(now_s() - waited_since_s)
+        self._on_loop(
+            self._take,
+            StepReport(
+                step=self._step,
+                began_s=began_s,
+                output=output,
+                failures=self._failures,
+                kv_blocks_free=engine.kv_blocks_free,
+                adapter_bytes_free=engine.adapter_bytes_free,
+                prefill_tokens_waiting=engine.prefill_tokens_waiting,
+            ),
+        )
+
+    def _on_loop(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop is closed
+            self._stopping = True
+
+
+class ThreadKv:
+    """`engine_protocol.KvAccess`, carried out in the engine's thread."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._ask = thread.ask
+
+    def hold(self, name: str, request_id: str, epoch: int) -> asyncio.Future[list[bytes]]:
+        return self._ask(lambda engine: engine.kv.hold(name, request_id, epoch))
+
+    def find(self, name: str, keys: Sequence[bytes]) -> asyncio.Future[int]:
+        return self._ask(lambda engine: engine.kv.find(name, keys))
+
+    def read(self, name: str, first: int, count: int) -> asyncio.Future[np.ndarray | None]:
+        return self._ask(lambda engine: engine.kv.read(name, first, count))
+
+    def land(self, name: str, keys: Sequence[bytes], content: bytearray) -> asyncio.Future[bool]:
+        return self._ask(lambda engine: engine.kv.land(name, keys, content))
+
+    def drop(self, name: str) -> None:
+        self._ask(lambda engine: engine.kv.drop(name))
+
+
+def _answer(future: asyncio.Future[T], found: T) -> None:
+    if not future.done():
+        future.set_result(found)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _ignore(_: object) -> None:
+    """The result of a command is not needed: the next step reports its effect."""
+
+
+def _add(engine: Engine, request: EngineRequest) -> StepOutput | None:
+    try:
+        engine.add(request, now_s())
+        return None
+    except MotetError as error:
+        refused = error
+    except Exception as error:
+        log.exception("request not added", extra={"request_id": request.request_id})
+        refused = MotetError(f"the engine failed: {error!r}")
+    item = StreamItem(request.request_id, request.epoch, len(request.output), [], finish="error", error=refused.info())
+    return StepOutput(items={request.gateway_id: [item]})

@@ -1,0 +1,141 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds.
+
+    step (numpy) --padded to its bucket--> buffers that never move --replay--> logits
+
+A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step that
+fits. Steps without any adapter have separate graphs, without LoRA. So do merged steps, because their weights have other
+addresses; these graphs are dropped with the merged copy. Everything that differs between the steps of a graph (tokens, tables,
+adapters, amount of work) is in the buffers. A padding row is token 0 of the base model; it writes and reads the scratch block,
+which no sequence uses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from motet.kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from motet.kernels.to_device import fill, send
+from motet.services.worker.native.model import Model
+from motet.services.worker.native.step_batch import StepBatch
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LEAST_COLUMNS = 16
+
+GraphSize = tuple[int, int]
+
+
+def bucket_for(rows: int, blocks: int, most_blocks: int) -> GraphSize | None:
+    """The smallest bucket for `rows` sequences of up to `blocks` blocks; None when it would gather over `most_blocks`."""
+    columns = max(LEAST_COLUMNS, 1 << (blocks - 1).bit_length())
+    fitting = next((size for size in ROWS if size >= rows), None)
+    return None if fitting is None or fitting * columns > most_blocks else (fitting, columns)
+
+
+class DecodeBuffers:
+    """The inputs of one bucket at fixed addresses, and the forward pass over them.
+
+    Without `adapted` no row may use an adapter.
+    """
+
+    def __init__(
+        self, bucket: GraphSize, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int, *, adapted: bool = True
+    ) -> None:
+        self._rows, columns = bucket
+        self._model, self._cache, self._pool = model, cache, pool
+        self._scratch_block = scratch_block
+        device, windows = cache.data.device, model.config.windows
+        self._inputs = torch.zeros((2, self._rows), dtype=torch.int64, device=device)
+        self._token_ids, self._positions = self._inputs
+        self._every_row = torch.arange(self._rows, device=device)
+        self._attention = AttentionBatch.reserve(cache, rows=self._rows, columns=columns, windows=windows)
+        self._row_slot = np.full(self._rows, -1, dtype=np.int32)
+        self._adapted = adapted
+        self._lora = LoraBatch.reserve(pool, self._rows) if adapted else LoraBatch.build(pool, self._row_slot)
+
+    def fill(self, batch: StepBatch) -> None:
+        """Copy the inputs of a step into the buffers: one row for each sequence, at most as many as the bucket has."""
+        rows = len(batch.token_ids)
+        scratch_slot = (self._scratch_block + 1) * self._cache.block_size - 1  # the last: its block never needs clearing
+        inputs = np.zeros((2, self._rows), dtype=np.int64)
+        inputs[0, :rows], inputs[1, :rows] = batch.token_ids, batch.positions
+        fill(self._inputs, inputs)
+        tables = np.full((self._rows, batch.block_tables.shape[1]), self._scratch_block, dtype=np.int32)
+        tables[:rows] = batch.block_tables
+        self._attention.update(
+            self._cache,
+            context_lens=self._padded(batch.context_lens, 1),
+            block_tables=tables,
+            kv_slots=self._padded(batch.kv_slots, scratch_slot),
+        )
+        row_slot = self._padded(batch.row_slot, -1)
+        if not self._adapted:
+            assert (row_slot < 0).all(), "a graph without LoRA"
+        elif self._lora.version != self._pool.version or not np.array_equal(row_slot, self._row_slot):
+            self._lora.update(self._pool, row_slot)
+            self._row_slot = row_slot
+
+    def _padded(self, array: np.ndarray, value: int) -> np.ndarray:
+        padded = np.full(self._rows, value, dtype=array.dtype)
+        padded[: len(array)] = array
+        return padded
+
+    def run(self) -> torch.Tensor:
+        """Logits of every row, float32 [rows of the bucket, vocab].
+
+        The kernels launched do not depend on the buffers' content.
+        """
+        return self._model.forward(
+            self._token_ids, self._positions, self._every_row, self._cache, self._attention, self._pool, self._lora
+        )
+
+
+class DecodeGraphs:
+    """The graphs of one model and its merged copy on one GPU."""
+
+    def __init__(self, cache: KvCache, pool: LoraPool, *, scratch_block: int) -> None:
+        self._cache, self._pool, self._scratch_block = cache, pool, scratch_block
+        self._captured: dict[tuple[GraphSize, bool, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._memory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
+
+    def forget_merged(self) -> None:
+        """Drop the graphs that read the merged copy of the weights, because its memory is about to be freed."""
+        self._captured = {key: captured for key, captured in self._captured.items() if not key[2]}
+
+    def forward(self, batch: StepBatch, model: Model) -> torch.Tensor | None:
+        """The wanted logits by `model`, which is the merged one for a merged batch. They are valid until the next call.
+
+        None when the step does more than decode or fits no bucket.
+        """
+        rows = len(batch.token_ids)
+        if rows != len(batch.context_lens):
+            return None
+        blocks = -(-int(batch.context_lens.max()) // self._cache.block_size)
+        gathers = self._cache.library is None  # a library reads blocks where they are
+        bucket = bucket_for(rows, blocks, self._cache.tile_blocks if gathers else ROWS[-1] * self._cache.null_block)
+        if bucket is None:
+            return None
+        key = bucket, bool((batch.row_slot >= 0).any()), batch.merged
+        if key not in self._captured:
+            self._captured[key] = self._capture(bucket, key[1], batch, model)
+        buffers, graph, logits = self._captured[key]
+        buffers.fill(batch)
+        graph.replay()
+        if np.array_equal(batch.logit_rows, np.arange(rows)):  # what decoding wants
+            return logits[:rows]
+        return logits[send(batch.logit_rows, logits.device)]
+
+    def _capture(
+        self, bucket: GraphSize, adapted: bool, batch: StepBatch, model: Model
+    ) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
+        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
+        buffers.fill(batch)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # kernels are compiled and libraries initialised outside the capture
+            buffers.run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # adapters go on being copied
+            logits = buffers.run()
+        return buffers, graph, logits
