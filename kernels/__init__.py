@@ -27,9 +27,10 @@ This package needs torch and no other package of Motet. (`transformers` looks fo
 asserts that it does not mistake this one for it.)
 """
 
-from motet.kernels.attention import AttentionBatch, KvCache, attend, attend_stored
+from motet.kernels.attention import AttentionBatch, attend, attend_stored
 from motet.kernels.lora import LoraBatch, add_lora, prepare_lora, start_lora
 from motet.kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PackedLora, PoolFull
+from motet.kernels.types import KvCache
 
 __all__ = [
     "GROUPS",

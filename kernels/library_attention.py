@@ -12,29 +12,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from motet.kernels.attention import KvCache
+from motet.kernels.attention import AttentionBatch, attend
+from motet.kernels.types import KvCache, Library
 
 WORKSPACE_BYTES = 128 << 20
 _log = logging.getLogger(__name__)
-
-
-class Library(Protocol):
-    """An attention library with a plan for one step at a time."""
-
-    def for_graph(self, rows: int, columns: int) -> Library:
-        """A plan for exactly `rows` decoding sequences of up to `columns` blocks. A graph captured with it stays valid."""
-
-    def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
-        """Plan a step with these arrays, which are those of `AttentionBatch.build`."""
-
-    def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
-        """Attention of q [rows, heads, head_dim], in the same shape. The cache must have this step's K and V already."""
 
 
 class LibraryAttention:
@@ -168,8 +155,6 @@ def _agrees_on(
     counts: Sequence[int],
 ) -> bool:
     """Whether the library agrees on one step: the last `counts` tokens of sequences of `contexts` tokens."""
-    from motet.kernels.attention import AttentionBatch, KvCache, attend
-
     size, (kv_heads, head_dim), device = like.block_size, like.data.shape[4:], like.data.device
     columns = -(-int(contexts.max()) // size)
     blocks = len(contexts) * columns

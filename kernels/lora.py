@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from motet.kernels import reference
-from motet.kernels.pointwise import Delta
 from motet.kernels.pool import LoraPool
+from motet.kernels.types import Delta
 
 
 class LoraBatch:

@@ -9,24 +9,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
-from motet.kernels.attention import KvCache
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What is added to a product's result before it is used: `values`, as many as the result's, in its layout and type.
-
-    `adapted`, int32 [rows], is 1 for rows that it counts for. What `values` holds in other rows changes nothing, even NaN.
-    """
-
-    values: torch.Tensor
-    adapted: torch.Tensor
+from motet.kernels.types import Delta, KvCache
 
 
 def kernels_for(device: torch.device) -> ModuleType:

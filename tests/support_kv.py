@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from motet.kernels.attention import KvCache
+from motet.kernels.types import KvCache
 
 
 def stored(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

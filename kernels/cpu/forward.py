@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from motet.kernels.attention import KvCache
 from motet.kernels.cpu.assist import AssistCounts, Helpers
 from motet.kernels.cpu.library import KV_TYPES, TYPES, CpuEngine, Layer, Model, Packed, Step, address, pool_struct
 from motet.kernels.cpu.merging import MergedWeights
 from motet.kernels.pool import LoraPool
+from motet.kernels.types import KvCache
 
 MAX_HEADS_PER_KV_HEAD = 128
 """The largest number that the attention kernel has room for."""

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from motet.kernels.attention import kv_block_bytes
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas, build
 from motet.kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
 from motet.kernels.quantized import WholeNumbers
+from motet.kernels.types import kv_block_bytes
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INTEGERS = {"int8": 3, "int4": 4}

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import triton
 
-from motet.kernels.attention import KvCache
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.lora import INTERPRETED, _multiprocessors
+from motet.kernels.types import KvCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 import triton
 
-from motet.kernels.pointwise import Delta
 from motet.kernels.pool import GROUPS, LoraPool
 from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, Tile, WorkList, split_k_for, tile_for, work_list
 from motet.kernels.triton.device import lora_expand, lora_shrink
+from motet.kernels.types import Delta
 
 LaunchPlan = Literal["decode", "prefill"]
 Beside = Literal["shrink", "all"]  # what runs beside the base model's product

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from motet.kernels.attention import KvCache
-from motet.kernels.pointwise import Delta
 from motet.kernels.triton import pointwise_kernels as kernels
+from motet.kernels.types import Delta, KvCache
 
 GROUP = 8  # heads of a program of rotate_and_store
 COLUMNS = 1024  # of a program of silu_mul

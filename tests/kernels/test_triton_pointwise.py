@@ -11,8 +11,8 @@ import torch
 
 from motet.kernels import KvCache
 from motet.kernels import pointwise as plain
-from motet.kernels.pointwise import Delta
 from motet.kernels.triton import pointwise
+from motet.kernels.types import Delta
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from motet.kernels import KvCache, LoraPool
-from motet.kernels.attention import kv_block_bytes
 from motet.kernels.device import numbered
 from motet.kernels.device.driver import DriverError
 from motet.kernels.device.virtual_memory import physical_pages
 from motet.kernels.memory import expect, reserved
 from motet.kernels.pages import PhysicalPages
 from motet.kernels.quantized import WholeNumbers
+from motet.kernels.types import kv_block_bytes
 from motet.services.worker.engines.model_config import ModelConfig, read_model_config
 from motet.services.worker.native.backend import BackendOptions
 from motet.services.worker.native.checkpoint import parameters

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from motet.kernels import AttentionBatch, KvCache, LoraBatch, LoraPool, add_lora, attend_stored, start_lora
 from motet.kernels.device import AssistedStep
-from motet.kernels.pointwise import Delta, kernels_for
+from motet.kernels.pointwise import kernels_for
+from motet.kernels.types import Delta
 from motet.services.worker.engines.model_config import ModelConfig, RopeConfig
 from motet.services.worker.native.linear import Linear
 from motet.services.worker.native.loader import ModelWeights
