@@ -7,10 +7,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from motet.services.gateway.openai.output_parsers import ReasoningParser, ToolParser
 from motet.shared.config import COMMON, PER_PROCESS, BaseModelConfig, Config, ServiceConfig
 from motet.shared.model import Slo
 
+ToolParser = Literal["", "hermes", "llama3_json", "mistral"]
+ReasoningParser = Literal["", "deepseek_r1", "qwen3"]
+"""`openai.output_parsers` has a parser for each."""
 MIB = 1 << 20
 MAX_BODY_BYTES = 4 * MIB
 """Of a generating request's body; uploads have their own limit."""

@@ -25,11 +25,12 @@ from motet.services.gateway.edge.idempotency import Once
 from motet.services.gateway.edge.tls import TlsListener
 from motet.services.gateway.intake.intake import Intake
 from motet.services.gateway.openai.lanes import Lanes
-from motet.services.gateway.openai.prepare import RequestPlanner
+from motet.services.gateway.openai.prepare import Preparer
 from motet.services.gateway.openai.profiles import Profiles
 from motet.services.gateway.openai.prompt import Prompts
 from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.fleet import Fleet
+from motet.services.gateway.owner.fleet_metrics import FleetCollector
 from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.tenants.auth import Keys
 from motet.services.gateway.tenants.limits import Limits
@@ -104,7 +105,7 @@ class GatewayService:
         )
         profiles = Profiles(self.prompts, self.adapters, enabled=config.answers.adapter_chats)
         self._stack.push_async_callback(profiles.close)
-        self.planner = RequestPlanner(
+        self.preparer = Preparer(
             config,
             self.prompts,
             self.adapters,
@@ -113,7 +114,7 @@ class GatewayService:
             profiles,
             lambda: self.bus.max_payload,
         )
-        self.intake = Intake(self.bus, self.owner, self.planner, self.lanes.durable, config, self.limits)
+        self.intake = Intake(self.bus, self.owner, self.preparer, self.lanes.durable, config, self.limits)
         self.placements = PlacementWatch(self.bus, ">")
         await self.adapters.start()
         await self.placements.start()
@@ -189,7 +190,7 @@ class GatewayService:
 
     def _observe(self) -> None:
         metrics.INFLIGHT.set_function(lambda: self.owner.inflight)
-        collector = metrics.FleetCollector(self.fleet, self.config.base.name, self.adapters.all)
+        collector = FleetCollector(self.fleet, self.config.base.name, self.adapters.all)
         REGISTRY.register(collector)
         self._stack.callback(REGISTRY.unregister, collector)
 

@@ -1,0 +1,1 @@
+"""The HTTP side: connections, routes, bodies in, answers and events out."""

@@ -10,7 +10,7 @@ at most `SETTLE_S`), so that the client's next request through the same gateway 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
@@ -22,6 +22,7 @@ from motet.policies.tenant_shares import TenantShares
 from motet.services.gateway.config import ADMIN_BODY_BYTES
 from motet.services.gateway.edge import uploads
 from motet.services.gateway.edge.http import json_answer, one_line, read_body, unread
+from motet.services.gateway.edge.parts import Gateway
 from motet.services.gateway.openai import protocol
 from motet.services.gateway.openai.unknown_model import refusal
 from motet.services.gateway.tenants.auth import Caller, caller_of
@@ -49,9 +50,6 @@ from motet.shared.messages import (
 )
 from motet.shared.model import ADAPTER_NAME_CHARS, ADAPTER_NAME_RULE, EVERY_WORKER, is_adapter_name
 from motet.shared.tenancy import SHARED, check_tenant
-
-if TYPE_CHECKING:
-    from motet.services.gateway.edge.app import Gateway
 
 REGISTER_TIMEOUT_S = 600.0  # a download from a hub is part of it
 CHANGE_TIMEOUT_S = 30.0

@@ -1,11 +1,11 @@
-"""The OpenAI-compatible HTTP routes. A generating handler runs four steps: admit, parse, plan, run."""
+"""The OpenAI-compatible HTTP routes. A generating handler runs four steps: admit, parse, prepare, run."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import version as installed_version
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI
@@ -16,34 +16,30 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from motet.policies.tenant_shares import Part
-from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
+from motet.services.gateway.config import MAX_BODY_BYTES
 from motet.services.gateway.edge import adapters_api, front, idempotency, keys_api, openapi
 from motet.services.gateway.edge.adapters_api import created_unix_ms, public_source, shown_source
 from motet.services.gateway.edge.guard import Guard
 from motet.services.gateway.edge.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
+from motet.services.gateway.edge.parts import Gateway
 from motet.services.gateway.edge.sse import SseResponse
 from motet.services.gateway.openai import answers, body_shape, conversation, embeddings, protocol
-from motet.services.gateway.openai.lanes import INLINE_BYTES, Lane, Lanes
-from motet.services.gateway.openai.prepare import RequestPlan, RequestPlanner
+from motet.services.gateway.openai.lanes import INLINE_BYTES, Lane
+from motet.services.gateway.openai.prepare import Prepared
 from motet.services.gateway.openai.prompt import Prompts
 from motet.services.gateway.openai.unknown_model import unknown_model
 from motet.services.gateway.owner.encoding import PartsResponse, encoded
-from motet.services.gateway.owner.fleet import Fleet
 from motet.services.gateway.owner.lost_workers import Absent
 from motet.services.gateway.owner.made_by import HEADERS as MADE_BY_HEADERS
 from motet.services.gateway.owner.made_by import MadeBy
-from motet.services.gateway.owner.owner import Owner
-from motet.services.gateway.tenants.auth import Keys, caller_of
-from motet.services.gateway.tenants.limits import Limits, Turn, UntilSent
+from motet.services.gateway.tenants.auth import caller_of
+from motet.services.gateway.tenants.limits import Turn, UntilSent
 from motet.shared import subjects
-from motet.shared.adapter_watch import AdapterWatch
-from motet.shared.bus import Bus
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, MotetError, Unauthorized, from_info
 from motet.shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
 from motet.shared.model import Slo
-from motet.shared.placement import PlacementWatch
 from motet.shared.service import health as service_health
 from motet.shared.service import metrics_text
 
@@ -52,36 +48,6 @@ PLAN_TIMEOUT_S = 15.0  # a scheduler's first plan loads the solver
 REASONS_HIDDEN = "the reasons are shown to an API key with the role admin"
 SLO_HEADERS = {"class": "x-slo-class", "ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms"}
 VERSION = installed_version("motet")
-
-
-class Gateway(Protocol):
-    """What the HTTP routes use of a running gateway."""
-
-    config: GatewayConfig
-    bus: Bus
-    owner: Owner
-    planner: RequestPlanner
-    prompts: Prompts
-    lanes: Lanes
-    adapters: AdapterWatch
-    placements: PlacementWatch
-    fleet: Fleet
-    keys: Keys
-    limits: Limits
-    once: idempotency.Once
-    started_s: int  # Unix time
-
-    def not_ready(self) -> list[str]:
-        """Reasons why this gateway cannot serve now."""
-
-    def failure(self) -> str:
-        """Why this gateway can never serve again; "" if it can."""
-
-    def admit(self) -> None:
-        """Raises Unavailable or Overloaded when no new request is accepted."""
-
-    async def settled(self, visible: Callable[[], bool], within_s: float) -> bool:
-        """Wait until `visible()` holds for the adapters that this gateway sees; returns False if that takes longer."""
 
 
 def build_app(gateway: Gateway) -> ASGIApp:
@@ -103,7 +69,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     async def answer(request: Request, parse: Callable[[bytes], Any], turn: Turn) -> Response:
         raw = await read_body(request, MAX_BODY_BYTES)
         parsed = await _parsed(gateway.lanes.requests, parse, raw, request)
-        slo = gateway.planner.slo(_slo_headers(request), names=SLO_HEADERS)  # also of a repeated request
+        slo = gateway.preparer.slo(_slo_headers(request), names=SLO_HEADERS)  # also of a repeated request
         keyed = idempotency.HEADER in request.headers
         digest, size = hashlib.sha256(raw).digest() if keyed else b"", len(raw)
         del raw  # the answer may take minutes
@@ -129,22 +95,22 @@ def build_app(gateway: Gateway) -> ASGIApp:
         replayed = {"idempotent-replayed": "true"} if again else {}
         return PartsResponse([answered.body], turn.headers() | answered.headers | replayed)
 
-    async def planned(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Any:
-        state, planner = request.state, gateway.planner
-        make: Any = planner.plan_embeddings if isinstance(parsed, embeddings.EmbeddingRequest) else planner.plan
+    async def prepared(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Any:
+        state, preparer = request.state, gateway.preparer
+        make: Any = preparer.prepare_embeddings if isinstance(parsed, embeddings.EmbeddingRequest) else preparer.prepare
         lane = gateway.lanes.requests
         ids = {"request_id": state.given_id, "drawn": state.drawn_id}
-        plan = await make(parsed, tenant=state.tenant, slo=slo, lane=lane, size=size, **ids)
+        ready = await make(parsed, tenant=state.tenant, slo=slo, lane=lane, size=size, **ids)
         state.body.release()
-        turn.spend(plan.prompt_tokens)
-        return plan
+        turn.spend(ready.prompt_tokens)
+        return ready
 
     async def whole(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> tuple[list[bytes], MadeBy, Part]:
         """The answer in parts, what made it, and its share of what all answers may have, to be released when it is sent."""
         held = Part(owner.answers, request.state.tenant)
         try:
             collect: Any = embeddings.collect if isinstance(parsed, embeddings.EmbeddingRequest) else answers.collect
-            body, made_by = await collect(owner, await planned(request, parsed, size, slo, turn), held)
+            body, made_by = await collect(owner, await prepared(request, parsed, size, slo, turn), held)
             parts = await encoded(body, held)
         except BaseException:
             turn.fail()
@@ -154,9 +120,9 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return parts, made_by, held
 
     async def stream(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Response:
-        plan: RequestPlan = await planned(request, parsed, size, slo, turn)
-        streams, signal = await while_connected(request, answers.open_all(owner, plan))
-        events = SseResponse(plan, streams, signal, owner.detokenizer, owner.made_by(streams[0]))
+        ready: Prepared = await prepared(request, parsed, size, slo, turn)
+        streams, signal = await while_connected(request, answers.open_all(owner, ready))
+        events = SseResponse(ready, streams, signal, owner.detokenizer, owner.made_by(streams[0]))
         events.headers.update(turn.headers())
         return UntilSent(events, lambda: turn.end(sum(len(stream.answered) for stream in streams)))
 
@@ -182,7 +148,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Response:
         caller = caller_of(request)
-        if gateway.planner.adapter(name, caller.tenant) is None:
+        if gateway.preparer.adapter(name, caller.tenant) is None:
             return json_answer(_base_card(gateway))
         names = (name, name.removeprefix(config.base.name + ":"))
         info = next((info for one in names if (info := gateway.adapters.resolve(one, caller.tenant)) is not None), None)
@@ -194,9 +160,9 @@ def build_app(gateway: Gateway) -> ASGIApp:
     async def tokenize(request: Request) -> Response:
         raw, prompts, lane = await read_body(request, MAX_BODY_BYTES), gateway.prompts, gateway.lanes.counting
         asked, tenant = await _parsed(lane, protocol.parse_tokenize, raw, request), request.state.tenant
-        profile = gateway.planner.profile(gateway.planner.adapter(asked.model, tenant))
+        profile = gateway.preparer.profile(gateway.preparer.adapter(asked.model, tenant))
         tools = bool((asked.chat_template_kwargs or {}).get("tools"))
-        template = gateway.planner.template(profile, tenant, tools=tools) if asked.messages is not None else None
+        template = gateway.preparer.template(profile, tenant, tools=tools) if asked.messages is not None else None
         rendered: str | None = None
         if template is not None and not isinstance(template, ChatTemplate):
             messages = await lane.run(lambda: _countable(asked.messages or [], template), len(raw), tenant)
@@ -208,14 +174,14 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
         size = max(len(raw), len(rendered or ""))
         tokens, names = await while_connected(request, lane.run(work, size, tenant))
-        body = {"count": len(tokens), "max_model_len": gateway.planner.max_model_len, "tokens": tokens, "token_strs": names}
+        body = {"count": len(tokens), "max_model_len": gateway.preparer.max_model_len, "tokens": tokens, "token_strs": names}
         return json_answer(body)
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         raw, lane = await read_body(request, MAX_BODY_BYTES), gateway.lanes.counting
         asked = await _parsed(lane, protocol.parse_detokenize, raw, request)
-        gateway.planner.adapter(asked.model, request.state.tenant)
+        gateway.preparer.adapter(asked.model, request.state.tenant)
         text = await lane.run(lambda: gateway.prompts.text(asked.tokens), len(raw), request.state.tenant)
         return json_answer({"prompt": text})
 
@@ -321,7 +287,7 @@ def _slo_headers(request: Request) -> dict[str, str]:
 def _base_card(gateway: Gateway) -> dict[str, Any]:
     name = gateway.config.base.name
     root = public_source(f"path:{gateway.config.base.model}").removeprefix("path:")
-    return _card(name, gateway.started_s, root, None, gateway.planner.max_model_len)
+    return _card(name, gateway.started_s, root, None, gateway.preparer.max_model_len)
 
 
 def _adapter_card(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -12,15 +12,13 @@ from starlette.responses import Response
 
 from motet.services.gateway.config import ADMIN_BODY_BYTES
 from motet.services.gateway.edge.http import json_answer, read_body
+from motet.services.gateway.edge.parts import Gateway
 from motet.services.gateway.openai import protocol
 from motet.services.gateway.tenants.auth import caller_of
 from motet.shared.audit import PAGE, Audit, AuditEvent
 from motet.shared.errors import BadRequest
 from motet.shared.keys import NAME, ApiKey, Role
 from motet.shared.tenancy import DEFAULT_TENANT, TENANT
-
-if TYPE_CHECKING:
-    from motet.services.gateway.edge.app import Gateway
 
 TEN_YEARS_S = 10 * 365 * 24 * 3600.0
 Seconds = Annotated[float, Meta(ge=0, le=TEN_YEARS_S)]

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from motet.services.gateway.edge.http import SERVER_SEND
 from motet.services.gateway.openai import answers
-from motet.services.gateway.openai.prepare import RequestPlan
+from motet.services.gateway.openai.prepare import Prepared
 from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.made_by import MadeBy
 from motet.services.gateway.owner.stream import Signal, Stream, TextDelta
@@ -30,30 +30,30 @@ _MARK = "\x00text\x00"
 
 
 class SseResponse(Response):
-    """Serves the streams of one plan and cancels them when it ends for any reason."""
+    """Serves the streams of one request and cancels them when it ends for any reason."""
 
     def __init__(
-        self, plan: RequestPlan, streams: list[Stream], signal: Signal, detokenizer: Detokenizer, made_by: MadeBy
+        self, prepared: Prepared, streams: list[Stream], signal: Signal, detokenizer: Detokenizer, made_by: MadeBy
     ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
         del self.headers["content-length"]
         self.headers.update(made_by.headers)
-        self._head = answers.head(plan) | {"system_fingerprint": made_by.fingerprint}  # of every chunk
-        self._plan, self._streams, self._signal, self._detokenizer = plan, streams, signal, detokenizer
+        self._head = answers.head(prepared) | {"system_fingerprint": made_by.fingerprint}  # of every chunk
+        self._prepared, self._streams, self._signal, self._detokenizer = prepared, streams, signal, detokenizer
         self._gone = False
         self._sent = self._due = False  # something since the last beat; a keep-alive comment
-        options = plan.request.stream_options
+        options = prepared.request.stream_options
         self._usage = bool(options and options.include_usage)
         self._running_usage = bool(options and options.continuous_usage_stats) and self._usage
-        self._logprobs = plan.jobs[0].sampling.logprobs is not None
-        self._token_ids = bool(plan.request.return_token_ids)
-        self._parsers = [plan.parsing.open() for _ in streams] if plan.parsing is not None else []
+        self._logprobs = prepared.jobs[0].sampling.logprobs is not None
+        self._token_ids = bool(prepared.request.return_token_ids)
+        self._parsers = [prepared.parsing.open() for _ in streams] if prepared.parsing is not None else []
         self._plain = not (self._logprobs or self._running_usage or self._token_ids or self._parsers)
         self._told = [0] * len(streams)  # token ids that events have shown
         self._frames = [self._frame(i) for i in range(len(streams))]
-        self._offsets = [len(echo) for echo in plan.echoes]
+        self._offsets = [len(echo) for echo in prepared.echoes]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -62,7 +62,7 @@ class SseResponse(Response):
         pump = loop.create_task(self._pump(scope.get(SERVER_SEND, send)))
         listener = loop.create_task(self._listen(receive, pump))
         # a client that reads nothing at all holds its last chunks no longer than a request may live
-        limit = loop.call_later(self._plan.jobs[0].timeout_s + GRACE_S, self._cut, pump)
+        limit = loop.call_later(self._prepared.jobs[0].timeout_s + GRACE_S, self._cut, pump)
         self._beat_later(loop)
         for stream in self._streams:
             stream.on_slow = functools.partial(self._cut, pump)
@@ -125,7 +125,7 @@ class SseResponse(Response):
                 break
             if not running:
                 if self._usage:
-                    body = self._head | {"choices": [], "usage": answers.usage(self._plan, self._streams)}
+                    body = self._head | {"choices": [], "usage": answers.usage(self._prepared, self._streams)}
                     parts += (b"data: ", orjson.dumps(body), b"\n\n")
                 parts.append(DONE)
                 break
@@ -141,9 +141,9 @@ class SseResponse(Response):
     def _opening(self) -> list[bytes]:
         """Roles (chat) or echoed prompts (completions)."""
         parts: list[bytes] = []
-        for i, echo in enumerate(self._plan.echoes):
-            prompt = {"prompt_token_ids": self._plan.jobs[i].prompt} if self._token_ids else {}
-            if self._plan.chat:
+        for i, echo in enumerate(self._prepared.echoes):
+            prompt = {"prompt_token_ids": self._prepared.jobs[i].prompt} if self._token_ids else {}
+            if self._prepared.chat:
                 parts.append(self._event(i, {"delta": {"role": "assistant", "content": ""}}, prompt))
             elif echo or prompt:
                 parts.append(self._event(i, {"text": echo} | prompt))
@@ -153,12 +153,12 @@ class SseResponse(Response):
         body = {"index": choice} | content | {"logprobs": None, "finish_reason": None}
         event = self._head | {"choices": [body]} | (beside or {})
         if self._usage:
-            event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
+            event["usage"] = answers.usage(self._prepared, self._streams) if self._running_usage else None
         return b"data: " + orjson.dumps(event) + b"\n\n"
 
     def _frame(self, choice: int) -> tuple[bytes, bytes, bytes]:
         """The encoded bytes before, between and after the texts of unfinished chunks."""
-        content = {"delta": {"content": _MARK}} if self._plan.chat else {"text": _MARK}
+        content = {"delta": {"content": _MARK}} if self._prepared.chat else {"text": _MARK}
         before, after = self._event(choice, content).split(orjson.dumps(_MARK))
         return before, after + before, after
 
@@ -182,14 +182,14 @@ class SseResponse(Response):
             if not (body["delta"] or finish or self._logprobs or self._token_ids):
                 return b""
             finish = finish and self._parsers[i].finish(finish)
-        elif self._plan.chat:
+        elif self._prepared.chat:
             body["delta"] = {"content": delta.text} if delta.text or not delta.finish else {}
         else:
             body["text"] = delta.text
         body["logprobs"] = None
         if delta.logprobs:
             body["logprobs"] = answers.logprobs_body(
-                self._plan, self._detokenizer, delta.tokens, delta.logprobs, self._offsets[i]
+                self._prepared, self._detokenizer, delta.tokens, delta.logprobs, self._offsets[i]
             )
             self._offsets[i] += sum(len(self._detokenizer.token_text(token)) for token in delta.tokens)
         if self._token_ids:
@@ -202,5 +202,5 @@ class SseResponse(Response):
             body["stop_reason"] = delta.stop_reason
         event = self._head | {"choices": [body]}
         if self._usage:
-            event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
+            event["usage"] = answers.usage(self._prepared, self._streams) if self._running_usage else None
         return b"data: " + orjson.dumps(event) + b"\n\n"

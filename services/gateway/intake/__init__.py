@@ -1,0 +1,1 @@
+"""Durable requests: taken from a stream of the bus and answered there."""

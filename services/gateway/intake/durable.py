@@ -14,7 +14,7 @@ import orjson
 
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.openai import body_shape, protocol
-from motet.services.gateway.openai.prepare import SLO_FIELDS, RequestPlan
+from motet.services.gateway.openai.prepare import SLO_FIELDS, Prepared
 from motet.services.gateway.owner.encoding import LESS, encoded
 from motet.services.gateway.owner.made_by import MadeBy
 from motet.shared import subjects
@@ -152,14 +152,14 @@ def _value(raw: msgspec.Raw | None, default: Any = None) -> Any:
     return msgspec.json.decode(text) if len(text) <= FIELD_BYTES_MAX else text
 
 
-def check_answer_fits(plan: RequestPlan, bytes_max: int) -> None:
-    """Raises AnswerTooLarge before anything runs when even the shortest answer to this plan is too large to store."""
+def check_answer_fits(prepared: Prepared, bytes_max: int) -> None:
+    """Raises AnswerTooLarge before anything runs when even the shortest answer to this request is too large to store."""
     least = 0
-    for job in plan.jobs:
+    for job in prepared.jobs:
         sampling = job.sampling
         if sampling.logprobs is None or job.stop:
             continue
         tokens = sampling.max_tokens if sampling.ignore_eos and not sampling.stop_token_ids else sampling.min_tokens
-        least += tokens * (CHAT_TOKEN_BYTES * (sampling.logprobs + 1) if plan.chat else TEXT_TOKEN_BYTES)
+        least += tokens * (CHAT_TOKEN_BYTES * (sampling.logprobs + 1) if prepared.chat else TEXT_TOKEN_BYTES)
     if least > bytes_max:
         raise AnswerTooLarge(f"the answer would have at least {least} bytes, a result may have {bytes_max}; {LESS}")

@@ -3,7 +3,7 @@
     pull ──► result already stored? ── yes ───────────────────────────────────────────────► ack
                  │ no
                  ▼
-             parse, plan ── can never succeed, or its time is over ──► dead letter, error result ──► ack
+             parse, prepare ─ can never succeed, or its time is over ─► dead letter, error result ─► ack
                  │
                  ▼
          ┌──► run it ── overloaded, unavailable ──► park: wait here, the delivery kept alive ──┐
@@ -41,7 +41,7 @@ from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.intake.durable import DurableRequest, check_answer_fits
 from motet.services.gateway.openai import answers
 from motet.services.gateway.openai.lanes import Lane
-from motet.services.gateway.openai.prepare import RequestPlan, RequestPlanner
+from motet.services.gateway.openai.prepare import Prepared, Preparer
 from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import TextDelta
 from motet.services.gateway.tenants.limits import Limits, Turn
@@ -93,10 +93,8 @@ class _Queue:
 class Intake:
     """Pulls durable requests while it has room and settles each exactly once."""
 
-    def __init__(
-        self, bus: Bus, owner: Owner, planner: RequestPlanner, lane: Lane, config: GatewayConfig, limits: Limits
-    ) -> None:
-        self._bus, self._owner, self._planner, self._config = bus, owner, planner, config
+    def __init__(self, bus: Bus, owner: Owner, preparer: Preparer, lane: Lane, config: GatewayConfig, limits: Limits) -> None:
+        self._bus, self._owner, self._preparer, self._config = bus, owner, preparer, config
         self._lane, self._limits = lane, limits
         self._queues: dict[str, _Queue] = {}
         self._slots = asyncio.Semaphore(config.requests.intake_concurrency)
@@ -334,33 +332,33 @@ class Intake:
         left_s = request.left_s()
         most_s = self._config.requests.request_timeout_s
         timeout_s = most_s if left_s is None else min(left_s, most_s)
-        plan = await self._planner.plan(
+        prepared = await self._preparer.prepare(
             parsed,
             tenant=request.tenant,
-            slo=self._planner.slo(slo),
+            slo=self._preparer.slo(slo),
             timeout_s=max(timeout_s, 0.001),
             lane=self._lane,
             size=len(request.delivery.data),
         )
-        check_answer_fits(plan, self._result_bytes_max)
-        turn.spend(plan.prompt_tokens)
+        check_answer_fits(prepared, self._result_bytes_max)
+        turn.spend(prepared.prompt_tokens)
         if not live:
-            return await answers.collect(self._owner, plan, held)
+            return await answers.collect(self._owner, prepared, held)
         subject = subjects.tokens(request.tenant, request.request_id)
-        answer = await answers.collect(self._owner, plan, held, on_delta=self._live(subject, plan))
+        answer = await answers.collect(self._owner, prepared, held, on_delta=self._live(subject, prepared))
         await self._say(subject, b"")
         return answer
 
     async def _in_lane(self, delivery: Delivery, work: Callable[[], T]) -> T:
         return await self._lane.run(work, len(delivery.data), delivery.subject)
 
-    def _live(self, subject: str, plan: RequestPlan) -> answers.OnDelta:
+    def _live(self, subject: str, prepared: Prepared) -> answers.OnDelta:
         """Publishes each delta as the chunk that HTTP would have streamed."""
 
-        parsers = [plan.parsing.open() if plan.parsing else None for _ in plan.jobs]
+        parsers = [prepared.parsing.open() if prepared.parsing else None for _ in prepared.jobs]
 
         async def publish(choice: int, delta: TextDelta) -> None:
-            await self._say(subject, orjson.dumps(answers.chunk(plan, choice, delta, parsers[choice])))
+            await self._say(subject, orjson.dumps(answers.chunk(prepared, choice, delta, parsers[choice])))
 
         return publish
 

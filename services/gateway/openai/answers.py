@@ -8,7 +8,7 @@ from typing import Any
 
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.openai.output_parsers import AnswerParser
-from motet.services.gateway.openai.prepare import RequestPlan
+from motet.services.gateway.openai.prepare import Prepared
 from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.encoding import Breath, Rows, hold
 from motet.services.gateway.owner.made_by import Answer
@@ -21,12 +21,12 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity
 SCORE_BYTES = 64  # of memory for a log-probability that is kept until its answer is complete
 
 
-async def open_all(owner: Owner, plan: RequestPlan) -> tuple[list[Stream], Signal]:
-    """Open all choices of a plan, with one signal. When one is refused, the others are cancelled."""
+async def open_all(owner: Owner, prepared: Prepared) -> tuple[list[Stream], Signal]:
+    """Open all choices of a request, with one signal. When one is refused, the others are cancelled."""
     signal = Signal()
-    if len(plan.jobs) == 1:
-        return [await owner.open(plan.jobs[0], signal=signal)], signal
-    opening = [asyncio.ensure_future(owner.open(job, signal=signal)) for job in plan.jobs]
+    if len(prepared.jobs) == 1:
+        return [await owner.open(prepared.jobs[0], signal=signal)], signal
+    opening = [asyncio.ensure_future(owner.open(job, signal=signal)) for job in prepared.jobs]
     try:
         return list(await asyncio.gather(*opening)), signal
     except BaseException:
@@ -39,15 +39,15 @@ async def open_all(owner: Owner, plan: RequestPlan) -> tuple[list[Stream], Signa
         raise
 
 
-async def collect(owner: Owner, plan: RequestPlan, held: Part, *, on_delta: OnDelta | None = None) -> Answer:
-    """Run a plan to its end and return the whole OpenAI answer. `on_delta(choice, delta)` is awaited for each delta.
+async def collect(owner: Owner, prepared: Prepared, held: Part, *, on_delta: OnDelta | None = None) -> Answer:
+    """Run a request to its end and return the whole OpenAI answer. `on_delta(choice, delta)` is awaited for each delta.
 
     Raises the MotetError of the first choice that fails; the others are cancelled then.
     """
-    streams, signal = await open_all(owner, plan)
+    streams, signal = await open_all(owner, prepared)
     for stream in streams:
         stream.retractable = on_delta is None
-    gathered = [_Gathered(echo) for echo in plan.echoes]
+    gathered = [_Gathered(echo) for echo in prepared.echoes]
     running = set(range(len(streams)))
     try:
         while True:
@@ -70,21 +70,21 @@ async def collect(owner: Owner, plan: RequestPlan, held: Part, *, on_delta: OnDe
     made_by = owner.made_by(streams[0])
     choices, breath = list[dict[str, Any]](), Breath()
     for i, one in enumerate(gathered):
-        choices.append(one.choice(plan, streams[i], i, owner.detokenizer))
+        choices.append(one.choice(prepared, streams[i], i, owner.detokenizer))
         await breath.take()
     body = {
-        "id": plan.request_id,
-        "object": "chat.completion" if plan.chat else "text_completion",
-        "created": plan.created_s,
-        "model": plan.model,
+        "id": prepared.request_id,
+        "object": "chat.completion" if prepared.chat else "text_completion",
+        "created": prepared.created_s,
+        "model": prepared.model,
         "system_fingerprint": made_by.fingerprint,
         "choices": choices,
-        "usage": usage(plan, streams),
+        "usage": usage(prepared, streams),
     }
-    if plan.request.return_token_ids:
-        add_token_ids(plan, body, streams)
-    if plan.request.prompt_logprobs is not None:
-        add_prompt_logprobs(plan, body, streams, owner.detokenizer)
+    if prepared.request.return_token_ids:
+        add_token_ids(prepared, body, streams)
+    if prepared.request.prompt_logprobs is not None:
+        add_prompt_logprobs(prepared, body, streams, owner.detokenizer)
     return Answer(body, made_by)
 
 
@@ -109,23 +109,23 @@ class _Gathered:
         self.logprobs += delta.logprobs or []
         self.last = delta
 
-    def choice(self, plan: RequestPlan, stream: Stream, index: int, detokenizer: Detokenizer) -> dict[str, Any]:
+    def choice(self, prepared: Prepared, stream: Stream, index: int, detokenizer: Detokenizer) -> dict[str, Any]:
         assert self.last is not None
         text = "".join(self.texts)
-        wanted = plan.jobs[index].sampling.logprobs is not None
+        wanted = prepared.jobs[index].sampling.logprobs is not None
         tokens, scores = self.tokens, list[TokenLogprobs | None](self.logprobs)
-        if wanted and not plan.chat and plan.echoes[index]:  # the prompt's come first
+        if wanted and not prepared.chat and prepared.echoes[index]:  # the prompt's come first
             tokens = stream.job.prompt + tokens
             scores = (stream.prompt_logprobs or [None] * len(stream.job.prompt)) + scores
-        logprobs = logprob_rows(plan, detokenizer, tokens, scores) if wanted else None
+        logprobs = logprob_rows(prepared, detokenizer, tokens, scores) if wanted else None
         finish: str = self.last.finish or ""
         body: dict[str, Any] = {"index": index}
-        if plan.parsing is not None:
-            parser = plan.parsing.open()
+        if prepared.parsing is not None:
+            parser = prepared.parsing.open()
             body["message"] = message(parser, text)
             finish = parser.finish(finish)
         else:
-            body |= {"message": {"role": "assistant", "content": text}} if plan.chat else {"text": text}
+            body |= {"message": {"role": "assistant", "content": text}} if prepared.chat else {"text": text}
         return body | {"logprobs": logprobs, "finish_reason": finish, "stop_reason": self.last.stop_reason}
 
 
@@ -140,25 +140,25 @@ def message(parser: AnswerParser, text: str) -> dict[str, Any]:
     return body
 
 
-def add_token_ids(plan: RequestPlan, body: dict[str, Any], streams: list[Stream]) -> None:
+def add_token_ids(prepared: Prepared, body: dict[str, Any], streams: list[Stream]) -> None:
     """Add `return_token_ids` to a whole answer: the tokens of each choice, ending tokens included, and of the prompts."""
     for choice, stream in zip(body["choices"], streams, strict=True):
         choice["token_ids"] = stream.answered
-        if not plan.chat:
+        if not prepared.chat:
             choice["prompt_token_ids"] = stream.job.prompt
-    if plan.chat:
-        body["prompt_token_ids"] = plan.jobs[0].prompt
+    if prepared.chat:
+        body["prompt_token_ids"] = prepared.jobs[0].prompt
 
 
-def add_prompt_logprobs(plan: RequestPlan, body: dict[str, Any], streams: list[Stream], detokenizer: Detokenizer) -> None:
+def add_prompt_logprobs(prepared: Prepared, body: dict[str, Any], streams: list[Stream], detokenizer: Detokenizer) -> None:
     """Add `prompt_logprobs` to a whole answer, in vLLM's shape: for each prompt token a map from token id to its
     log-probability and rank.
     """
-    rivals = plan.request.prompt_logprobs or 0
+    rivals = prepared.request.prompt_logprobs or 0
     for stream, choice in zip(streams, body["choices"], strict=True):
         known = stream.prompt_logprobs or []
         told = _scored_rows(detokenizer, stream.job.prompt, known, rivals)
-        if plan.chat:
+        if prepared.chat:
             body["prompt_logprobs"] = told
             return
         choice["prompt_logprobs"] = told
@@ -182,11 +182,11 @@ def _scored(detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs | None
     }
 
 
-def usage(plan: RequestPlan, streams: list[Stream]) -> dict[str, Any]:
+def usage(prepared: Prepared, streams: list[Stream]) -> dict[str, Any]:
     """Token counts of the whole request so far, as OpenAI reports them."""
     completion = sum(len(stream.answered) for stream in streams)
     cached = max((stream.cached_tokens for stream in streams), default=0)
-    prompt = sum(stream.prompt_tokens for stream in streams[:: plan.request.n or 1])
+    prompt = sum(stream.prompt_tokens for stream in streams[:: prepared.request.n or 1])
     body: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -197,17 +197,17 @@ def usage(plan: RequestPlan, streams: list[Stream]) -> dict[str, Any]:
     return body
 
 
-def head(plan: RequestPlan) -> dict[str, Any]:
-    """The fields that all streamed chunks of a plan share."""
+def head(prepared: Prepared) -> dict[str, Any]:
+    """The fields that all streamed chunks of an answer share."""
     return {
-        "id": plan.request_id,
-        "object": "chat.completion.chunk" if plan.chat else "text_completion",
-        "created": plan.created_s,
-        "model": plan.model,
+        "id": prepared.request_id,
+        "object": "chat.completion.chunk" if prepared.chat else "text_completion",
+        "created": prepared.created_s,
+        "model": prepared.model,
     }
 
 
-def chunk(plan: RequestPlan, choice: int, delta: TextDelta, parser: AnswerParser | None = None) -> dict[str, Any]:
+def chunk(prepared: Prepared, choice: int, delta: TextDelta, parser: AnswerParser | None = None) -> dict[str, Any]:
     """A delta as the streamed chunk that OpenAI clients know, without log-probabilities. `parser`: the choice's own."""
     body: dict[str, Any] = {"index": choice}
     finish: str | None = delta.finish
@@ -215,23 +215,23 @@ def chunk(plan: RequestPlan, choice: int, delta: TextDelta, parser: AnswerParser
         body["delta"] = parser.delta(delta.text, last=finish is not None)
         finish = finish and parser.finish(finish)
     else:
-        body |= {"delta": {"content": delta.text}} if plan.chat else {"text": delta.text}
-    return head(plan) | {"choices": [body | {"logprobs": None, "finish_reason": finish}]}
+        body |= {"delta": {"content": delta.text}} if prepared.chat else {"text": delta.text}
+    return head(prepared) | {"choices": [body | {"logprobs": None, "finish_reason": finish}]}
 
 
 def logprobs_body(
-    plan: RequestPlan, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+    prepared: Prepared, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> dict[str, Any]:
     """Log-probabilities in the shape of the endpoint. `offset`: where the text of the first token begins (completions)."""
-    rows = logprob_rows(plan, detokenizer, tokens, logprobs, offset)
+    rows = logprob_rows(prepared, detokenizer, tokens, logprobs, offset)
     return {name: column and column.make(0, column.count) for name, column in rows.items()}
 
 
 def logprob_rows(
-    plan: RequestPlan, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int = 0
+    prepared: Prepared, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int = 0
 ) -> dict[str, Rows | None]:
     """The same, with arrays that are made while they are encoded."""
-    rivals, name_of = plan.jobs[0].sampling.logprobs or 0, detokenizer.token_text
+    rivals, name_of = prepared.jobs[0].sampling.logprobs or 0, detokenizer.token_text
 
     def pairs(begin: int, end: int) -> Iterator[tuple[int, TokenLogprobs | None]]:
         return zip(tokens[begin:end], logprobs[begin:end], strict=False)
@@ -262,7 +262,7 @@ def logprob_rows(
             for token, lp in pairs(begin, end)
         ]
 
-    if plan.chat:
+    if prepared.chat:
         return {"content": Rows(min(len(tokens), len(logprobs)), content)}
     return {
         "text_offset": Rows(len(tokens), offsets),

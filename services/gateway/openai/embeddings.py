@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the request's fields, its plan, and OpenAI's answer. No HTTP here.
+"""POST /v1/embeddings: the request's fields, the request made ready to run, and OpenAI's answer. No HTTP here.
 
 Each input is an ordinary request: it is assigned, watched and, after a loss, given to another worker. At most `AT_ONCE` inputs
 of a request are submitted at a time. If the first one is refused for lack of room, so is the whole request. Later inputs that
@@ -91,7 +91,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return protocol.prompts_of(self.input, "input", most=INPUTS_MAX)
 
 
-class EmbeddingPlan(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is ready to run: one job per input."""
 
     request: EmbeddingRequest
@@ -115,12 +115,12 @@ def parse(body: bytes) -> EmbeddingRequest:
     return request
 
 
-async def collect(owner: Owner, plan: EmbeddingPlan, held: Part) -> Answer:
-    """Run a plan to its end and return OpenAI's answer, the body for `encoding.encoded`.
+async def collect(owner: Owner, prepared: PreparedEmbeddings, held: Part) -> Answer:
+    """Run a request to its end and return OpenAI's answer, the body for `encoding.encoded`.
 
     Raises the MotetError of the first input that fails; the others are cancelled then.
     """
-    first, *others = plan.jobs
+    first, *others = prepared.jobs
     room, opened = asyncio.Semaphore(AT_ONCE), await owner.open(first)
 
     async def run(job: Job) -> Stream:
@@ -136,7 +136,7 @@ async def collect(owner: Owner, plan: EmbeddingPlan, held: Part) -> Answer:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         raise
-    encode = _base64 if plan.request.encoding_format == "base64" else _numbers
+    encode = _base64 if prepared.request.encoding_format == "base64" else _numbers
 
     def made(begin: int, end: int) -> list[Any]:
         shown = enumerate(streams[begin:end], begin)
@@ -145,9 +145,9 @@ async def collect(owner: Owner, plan: EmbeddingPlan, held: Part) -> Answer:
     hold(held, sum(len(stream.embedding) for stream in streams))
     body: dict[str, Any] = {
         "object": "list",
-        "model": plan.model,
+        "model": prepared.model,
         "data": Rows(len(streams), made),
-        "usage": {"prompt_tokens": plan.prompt_tokens, "total_tokens": plan.prompt_tokens},
+        "usage": {"prompt_tokens": prepared.prompt_tokens, "total_tokens": prepared.prompt_tokens},
     }
     if cached := sum(stream.cached_tokens for stream in streams):
         body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}

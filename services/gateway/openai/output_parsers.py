@@ -26,8 +26,6 @@ import msgspec
 
 from motet.services.gateway.openai import arguments
 
-ToolParser = Literal["", "hermes", "llama3_json", "mistral"]
-ReasoningParser = Literal["", "deepseek_r1", "qwen3"]
 THINK = ("<think>", "</think>")
 _TOOL_CALL = ("<tool_call>", "</tool_call>")
 _MISTRAL = "[TOOL_CALLS]"

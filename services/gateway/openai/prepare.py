@@ -1,8 +1,8 @@
 """Turns a parsed request into Jobs: resolves the model, tokenizes, checks every number against this model. No HTTP here.
 
 request = protocol.parse(body)
-plan = await planner.plan(request, tenant="acme", slo=planner.slo({"class": "batch"}))
-plan.jobs            one Job per choice: prompts times n, in the order of the answer's choices
+prepared = await preparer.prepare(request, tenant="acme", slo=preparer.slo({"class": "batch"}))
+prepared.jobs        one Job per choice: prompts times n, in the order of the answer's choices
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from motet.policies.lengths import features as length_features
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.openai import conversation
-from motet.services.gateway.openai.embeddings import EmbeddingPlan, EmbeddingRequest
+from motet.services.gateway.openai.embeddings import EmbeddingRequest, PreparedEmbeddings
 from motet.services.gateway.openai.lanes import Lane
 from motet.services.gateway.openai.output_parsers import THINK, Parsing
 from motet.services.gateway.openai.profiles import Profile, Profiles
@@ -37,7 +37,7 @@ from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
 
 T = TypeVar("T")
-log = logger("motet.planner")
+log = logger("motet.prepare")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 DECODED_TOKENS = 256  # of a prompt of token ids: as much of it as the predictor looks at
 SCORES_MAX = 49_152  # log-probabilities of one prompt: 14 bytes each, in a message of at most 1 MiB
@@ -51,7 +51,7 @@ SEED_MASK = (1 << 63) - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # between the choices of one request: odd, so that no two are equal
 
 
-class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is ready to run, with the facts that its answer needs."""
 
     request: ChatRequest | CompletionRequest
@@ -80,8 +80,8 @@ class _Told(NamedTuple):
     text: str | None = None
 
 
-class RequestPlanner:
-    """Makes plans (`RequestPlan`) for one base model."""
+class Preparer:
+    """Prepares requests (`Prepared`) for one base model."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class RequestPlanner:
         """The longest prompt plus output that can be served now, in tokens."""
         return self._fixed_model_len or self._fleet.max_model_len(self._prompts.context_length)
 
-    def _now(self) -> RequestPlanner:
-        """This planner with the present `max_model_len`, for a thread: workers come and go in the event loop."""
-        planner = copy.copy(self)
-        planner._fixed_model_len = self.max_model_len
-        return planner
+    def _now(self) -> Preparer:
+        """This preparer with the present `max_model_len`, for a thread: workers come and go in the event loop."""
+        preparer = copy.copy(self)
+        preparer._fixed_model_len = self.max_model_len
+        return preparer
 
     def slo(self, given: Mapping[str, Any], *, names: Mapping[str, str] = SLO_FIELDS) -> Slo:
         """The objective from `class`, `ttft_ms` and `tpot_ms`, each optional.
@@ -151,7 +151,7 @@ class RequestPlanner:
         """The chat template of a request. Raises BadRequest when there is none."""
         return self._profiles.template(profile, tools=tools, tenant=tenant)
 
-    async def plan(
+    async def prepare(
         self,
         request: ChatRequest | CompletionRequest,
         *,
@@ -162,14 +162,14 @@ class RequestPlanner:
         drawn: str = "",
         lane: Lane | None = None,
         size: int = 0,
-    ) -> RequestPlan:
-        """A plan with everything resolved and tokenized. Raises BadRequest (naming the field), PromptTooLong or ModelNotFound.
+    ) -> Prepared:
+        """The request, resolved and tokenized. Raises BadRequest (naming the field), PromptTooLong or ModelNotFound.
 
         `request_id` is the header's; without it the body's, else `drawn`. `drawn` is unique; it is the id in the mesh and its
-        logs, since clients may use one id for two requests at once. A request of many bytes (`size`) is planned in a thread of
+        logs, since clients may use one id for two requests at once. A request of many bytes (`size`) is prepared in a thread of
         `lane`, which may raise Overloaded.
         """
-        arrived_s, planner = now_s(), self._now()
+        arrived_s, preparer = now_s(), self._now()
         model, adapter = self._named(request, tenant)
         profile, template, told = self.profile(adapter), None, _Told()
 
@@ -180,12 +180,12 @@ class RequestPlanner:
             template = self.template(profile, tenant, tools=bool(request.usable_tools()))
             if not isinstance(template, ChatTemplate):
                 foreign, asked = template, request
-                told, messages, how = await run(lambda: planner._for_rendering(asked, foreign))
+                told, messages, how = await run(lambda: preparer._for_rendering(asked, foreign))
                 told = told._replace(text=await foreign.render(messages, **how))
 
-        def work() -> RequestPlan:
+        def work() -> Prepared:
             try:
-                return planner._plan(
+                return preparer._prepare(
                     request, model, adapter, profile, template, told, tenant, slo, timeout_s, request_id, drawn, arrived_s
                 )
             except RecursionError:
@@ -193,7 +193,7 @@ class RequestPlanner:
 
         return await run(work)
 
-    def _plan(
+    def _prepare(
         self,
         request: ChatRequest | CompletionRequest,
         model: str,
@@ -207,7 +207,7 @@ class RequestPlanner:
         request_id: str,
         drawn: str,
         arrived_s: float,
-    ) -> RequestPlan:
+    ) -> Prepared:
         chat = isinstance(request, ChatRequest)
         stops, images = request.stops(), told.images
         if isinstance(request, ChatRequest):
@@ -273,7 +273,7 @@ class RequestPlanner:
         named = request_id or request.request_id or request.rid
         if named:
             log.info("named", extra={"request_id": prefix + drawn, "client_id": named})
-        plan = RequestPlan(
+        prepared = Prepared(
             request=request,
             request_id=prefix + (named or drawn),
             created_s=unix_ms() // 1000,
@@ -283,9 +283,9 @@ class RequestPlanner:
             parsing=parsing,
         )
         request.forget_content()
-        return plan
+        return prepared
 
-    async def plan_embeddings(
+    async def prepare_embeddings(
         self,
         request: EmbeddingRequest,
         *,
@@ -295,17 +295,17 @@ class RequestPlanner:
         drawn: str = "",
         lane: Lane | None = None,
         size: int = 0,
-    ) -> EmbeddingPlan:
-        """A plan with every input resolved and tokenized; arguments and errors as for `plan`."""
-        arrived_s, planner = now_s(), self._now()
+    ) -> PreparedEmbeddings:
+        """The request, with every input resolved and tokenized; arguments and errors as for `prepare`."""
+        arrived_s, preparer = now_s(), self._now()
         adapter = self.adapter(request.model, tenant)
 
-        def work() -> EmbeddingPlan:
-            return planner._plan_embeddings(request, adapter, tenant, slo, request_id, drawn, arrived_s)
+        def work() -> PreparedEmbeddings:
+            return preparer._prepare_embeddings(request, adapter, tenant, slo, request_id, drawn, arrived_s)
 
         return work() if lane is None else await lane.run(work, size, tenant)
 
-    def _plan_embeddings(
+    def _prepare_embeddings(
         self,
         request: EmbeddingRequest,
         adapter: AdapterRef | None,
@@ -314,7 +314,7 @@ class RequestPlanner:
         request_id: str,
         drawn: str,
         arrived_s: float,
-    ) -> EmbeddingPlan:
+    ) -> PreparedEmbeddings:
         given = request.inputs()
         texts = [text for text in given if isinstance(text, str)]
         special, keep = request.add_special_tokens is not False, request.truncate_prompt_tokens
@@ -347,7 +347,7 @@ class RequestPlanner:
         if named := request_id or request.request_id:
             log.info("named", extra={"request_id": f"embd-{drawn}", "client_id": named})
         request.input = None  # the request is kept while it runs, and its inputs are in the jobs
-        return EmbeddingPlan(request=request, model=request.model or self.base_model, jobs=jobs)
+        return PreparedEmbeddings(request=request, model=request.model or self.base_model, jobs=jobs)
 
     def _for_predictor(
         self, request: ChatRequest | CompletionRequest, given: str | list[int], prompt: list[int], sampling: SamplingParams

@@ -36,6 +36,7 @@ from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.encoding import ANSWERS_BYTES_MAX
 from motet.services.gateway.owner.fleet import Fleet
 from motet.services.gateway.owner.made_by import MadeBy, made_by
+from motet.services.gateway.owner.observe import observe
 from motet.services.gateway.owner.pings import Pulse
 from motet.services.gateway.owner.stream import Job, Signal, SlowReader, Stream
 from motet.shared import subjects
@@ -578,7 +579,7 @@ class Owner:
             stream.deadline.cancel()
         if isinstance(stream.error, SlowReader):
             outcome = stream.error.code
-        metrics.observe(stream, outcome or stream.finish or "error")
+        observe(stream, outcome or stream.finish or "error")
         if stream.finish in ("stop", "length") and stream.error is None and stream.job.embedding is None:
             adapter = stream.job.adapter
             report = Outcome(

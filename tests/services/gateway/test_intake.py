@@ -94,7 +94,7 @@ async def test_a_request_that_meets_a_bug_is_told_so_at_once(mesh: Mesh, bus: Bu
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(mesh.gateway.planner, "plan", broken)
+    monkeypatch.setattr(mesh.gateway.preparer, "prepare", broken)
     await publish(bus, chat(), message_id="unlucky")
     assert (await result(bus, "unlucky"))["error"]["message"] == "internal error: ZeroDivisionError"
 
@@ -185,7 +185,7 @@ async def test_an_intake_that_goes_with_a_request_leaves_it_to_the_next_one(mesh
     await mesh.gateway.intake.stop()
     await cancelled(mesh.first, unfinished.request_id)
     gateway = mesh.gateway
-    second = intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.lanes.durable, gateway.config, gateway.limits)
+    second = intake.Intake(gateway.bus, gateway.owner, gateway.preparer, gateway.lanes.durable, gateway.config, gateway.limits)
     await second.start()
     try:
         assert (await result(bus, "inherited"))["response"]["choices"][0]["message"]["content"] == "DONE"

@@ -41,7 +41,7 @@ async def redeliveries(bus: Bus, tenant: str = "acme") -> int:
 
 def again(gateway: GatewayService) -> intake.Intake:
     """The intake of another process, as after a restart."""
-    return intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.lanes.durable, gateway.config, gateway.limits)
+    return intake.Intake(gateway.bus, gateway.owner, gateway.preparer, gateway.lanes.durable, gateway.config, gateway.limits)
 
 
 # ---- large messages
@@ -101,7 +101,7 @@ async def test_an_answer_too_large_for_a_message_is_an_error_result_and_is_not_g
 
 async def test_what_cannot_fit_in_a_result_is_refused_before_anything_runs(mesh: Mesh):
     body = json.dumps(chat(max_tokens=200, min_tokens=200, logprobs=True, top_logprobs=20, n=64)).encode()
-    plan = await mesh.gateway.planner.plan(durable.protocol.parse(body))
+    plan = await mesh.gateway.preparer.prepare(durable.protocol.parse(body))
     durable.check_answer_fits(plan, 64 * 200 * 21 * durable.CHAT_TOKEN_BYTES)
     with pytest.raises(AnswerTooLarge, match="at least"):
         durable.check_answer_fits(plan, 64 * 200 * 21 * durable.CHAT_TOKEN_BYTES - 1)

@@ -16,6 +16,7 @@ import pytest
 
 from motet.services.gateway import metrics
 from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.owner import observe
 from motet.services.gateway.service import LINGER_S, GatewayService
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
@@ -183,7 +184,7 @@ async def test_requests_are_measured_per_adapter_and_class(mesh: Mesh, http: aio
 
 async def test_adapter_labels_are_bounded(mesh: Mesh, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh.say("x")
-    monkeypatch.setattr(metrics, "ADAPTERS_MAX", len(metrics._adapters_met))
+    monkeypatch.setattr(observe, "ADAPTERS_MAX", len(observe.adapters_met))
     await put_adapter(mesh.bus, "late-comer")
     await eventually(lambda: mesh.gateway.adapters.resolve("late-comer"))
     async with http.post(f"{mesh.url}/v1/completions", json=TEXT | {"model": "late-comer"}) as answer:
@@ -240,7 +241,7 @@ async def test_an_adapter_is_listed_by_every_name_that_requests_use(mesh: Mesh, 
 async def test_metrics_tell_where_known_adapters_are_and_where_they_are_pinned(
     mesh: Mesh, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "_adapters_met", {"upper"})
+    monkeypatch.setattr(observe, "adapters_met", {"upper"})
     await put_adapter(mesh.bus, "kept", pin=Pin(workers=("*",), since_unix_ms=0))
     await put_adapter(mesh.bus, "lower")
     await eventually(lambda: mesh.gateway.adapters.resolve("lower"))

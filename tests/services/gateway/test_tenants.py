@@ -19,6 +19,7 @@ import pytest
 
 from motet.services.gateway import metrics
 from motet.services.gateway.edge import uploads
+from motet.services.gateway.owner import observe
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.service import RegistryService
 from motet.shared import subjects
@@ -266,8 +267,8 @@ async def test_a_durable_request_means_its_own_tenants_adapter(door: Tenants, me
 
 async def test_tenants_are_counted_within_a_bound(door: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics.TENANT_REQUESTS.clear()  # of other tests in this process
-    monkeypatch.setattr(metrics, "_tenants_met", set())
-    monkeypatch.setattr(metrics, "TENANTS_MAX", 1)
+    monkeypatch.setattr(observe, "tenants_met", set())
+    monkeypatch.setattr(observe, "TENANTS_MAX", 1)
     for key in ("acme-user", "globex", "acme-user"):
         assert await door.complete(key, "upper") == 200
     _, text = await door.ask("GET", "/metrics", "admin")
