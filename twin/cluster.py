@@ -44,7 +44,7 @@ class BusDelays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceSpec:
-    """A planner beside the first scheduler that moves requests between workers (`policies.cluster.rebalance`).
+    """A rebalancer beside the first scheduler that moves requests between workers (`policies.cluster.rebalance`).
 
     `clock_s`: real seconds, to measure how long plans take; they take no virtual time.
     """
@@ -80,7 +80,7 @@ class Cluster:
     """A simulated cluster: build it, `run` it, read `metrics` or `summary`.
 
     Without a scheduler, one worker gets every request at once, with the output length that `predict` returns: by default the
-    true one. `balance`: a planner moves requests. `preload`: adapters on the device at the start, by worker id.
+    true one. `balance`: a rebalancer moves requests. `preload`: adapters on the device at the start, by worker id.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Cluster:
                 # spread over the interval: workers do not start at the same instant
                 self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
         self.plans: list[tuple[float, Plan]] = []
-        """What the planner decided, and the real seconds that each plan took."""
+        """What the rebalancer decided, and the real seconds that each plan took."""
         if balance is not None:
             self._rebalancer = Rebalancer(balance.config)
             self.events.at(round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)
@@ -229,7 +229,7 @@ class Cluster:
         self._send(_Attempt(live.request, scheduler, predicted, before=live, fetch_at=to if fetch else ""), to)
 
     def _look(self, balance: BalanceSpec) -> None:
-        """The planner of the first scheduler checks the cluster, moves requests, and schedules its next check."""
+        """The rebalancer of the first scheduler checks the cluster, moves requests, and schedules its next check."""
         self._find_moves(balance)
         if self._open:
             self.events.at(self.events.now_ps + round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)

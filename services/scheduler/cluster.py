@@ -6,8 +6,8 @@
 
 - Everything comes in as an event (`events`), so that a decision log can be replayed.
 - `policies.cluster.worker_book` decides which messages count, `policies.cluster.cluster_view` what they mean.
-- An assignment counts as load from the moment it is made, so that a burst between two states is spread. `policies.cluster.flights` says
-  when it stops counting.
+- An assignment counts as load from the moment it is made, so that a burst between two states is spread.
+  `policies.cluster.flights` says when it stops counting.
 - Any message of a worker clears its marks (`events.Marked`).
 
 Synchronous and without a clock: events carry the time, always this process's own, so clocks need not agree.

@@ -1,6 +1,6 @@
 """Places adapters on workers by demand (dLoRA section 5.1): desired residency by recent rates, every few minutes.
 
-The scheduler that plans (`planner`) writes one `shared.placement.Placement` per worker. It counts only the requests that it
+The scheduler that plans (`rebalancer`) writes one `shared.placement.Placement` per worker. It counts only the requests that it
 gets itself. With several schedulers each gets the same share of every adapter's requests, and only ratios matter.
 """
 

@@ -1,4 +1,4 @@
-"""The planner: moves requests from workers with long queues to others (`policies.cluster.rebalance`), and now and then adapters
+"""Moves requests from workers with long queues to others (`policies.cluster.rebalance`), and now and then adapters
 (`placer`).
 
     ClusterState ─> questions ─> plans (in a thread) ─> Move to the gateways ─> the owner submits it again, `move_to` first
@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from motet.policies.cluster import rebalance
 from motet.policies.cluster.migration_plan import Plan
-from motet.policies.cluster.rebalance import Question, RebalanceConfig, Rebalancer
+from motet.policies.cluster.rebalance import Question, RebalanceConfig
 from motet.services.scheduler import metrics
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.placer import Placer
@@ -28,7 +29,7 @@ from motet.shared.leases import EXPIRY_S, RENEW_S
 from motet.shared.messages import Lease, Move, MoveStatus, PlanStatus
 from motet.shared.telemetry import logger
 
-log = logger("motet.scheduler.planner")
+log = logger("motet.scheduler.rebalancer")
 KEY = "planner.scheduler"
 LOOK_S = 0.25
 STOP_S = 1.5  # a holder that has not renewed for this long plans no more; shorter than EXPIRY_S
@@ -75,7 +76,7 @@ class Turn:
             await self._bucket.delete(self._key)
 
 
-class Planner:
+class Rebalancer:
     """Plans moves of requests and placements of adapters. Of several schedulers only the one with the role acts.
 
     `mean_tokens`: the average output length; `identity`: unique to this process.
@@ -94,7 +95,7 @@ class Planner:
     ) -> None:
         self._bus, self._cluster, self._mean_tokens = bus, cluster, mean_tokens
         self._identity, self._stale_s, self._config = identity, stale_s, config
-        self._rebalancer = Rebalancer(config)
+        self._policy = rebalance.Rebalancer(config)
         self._placer = placer
         self._turn: Turn | None = None
 
@@ -131,7 +132,7 @@ class Planner:
         return [_shown(question, await self._answer(question)) for question in self._questions(always=True)]
 
     def _questions(self, *, always: bool = False) -> list[Question]:
-        return self._rebalancer.questions(
+        return self._policy.questions(
             self._cluster.state, now_s(), stale_s=self._stale_s, avg_resp_len=self._mean_tokens(), always=always
         )
 
@@ -145,7 +146,7 @@ class Planner:
     async def _move(self) -> None:
         for question in self._questions():
             plan = await self._answer(question)
-            self._rebalancer.moved([plan], now_s())
+            self._policy.moved([plan], now_s())
             metrics.PLANS.labels("moves" if plan.moves else "in_vain").inc()
             if not plan.moves:
                 continue
@@ -175,7 +176,7 @@ class Planner:
             brief = state.requests(move.source).get(move.request_id) if move.source in state else None
             if brief is not None:  # it has not ended meanwhile
                 known = move.to in state
-                kv = known and self._rebalancer.travels(state, move.request_id, move.source, move.to)
+                kv = known and self._policy.travels(state, move.request_id, move.source, move.to)
                 found.append(Move(request_id=move.request_id, epoch=brief.epoch, to=move.to, kv=kv))
         return found
 

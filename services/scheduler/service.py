@@ -29,7 +29,7 @@ from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
 from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.placer import Placer
-from motet.services.scheduler.rebalancer import Planner
+from motet.services.scheduler.rebalancer import Rebalancer
 from motet.services.scheduler.refusal import RETRY_S, refusal, too_late
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -90,7 +90,7 @@ class SchedulerService(BusService):
         if config.decision_log:
             self._log = _open_log(config.decision_log, setup)
         self.cluster = setup.cluster()
-        self._planner: Planner | None = None
+        self._rebalancer: Rebalancer | None = None
         self._placer: Placer | None = None  # with --rebalance on
 
     # ---- life
@@ -105,7 +105,7 @@ class SchedulerService(BusService):
         await self._settle(watching)
         identity = f"{self.id}-{secrets.token_hex(8)}"
         placer = Placer(bus, self.cluster, identity=identity, every_s=self._config.place_s)
-        self._planner = Planner(
+        self._rebalancer = Rebalancer(
             bus,
             self.cluster,
             self._lengths.mean_tokens,
@@ -117,7 +117,7 @@ class SchedulerService(BusService):
         if self._config.rebalance == "on":
             self._placer = placer
             await placer.start()
-            bus.spawn(self._planner.run())
+            bus.spawn(self._rebalancer.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
 
@@ -130,9 +130,9 @@ class SchedulerService(BusService):
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        if self._planner is not None:
+        if self._rebalancer is not None:
             with contextlib.suppress(MotetError):
-                await self._planner.stop()
+                await self._rebalancer.stop()
         await super().stop()
         if self._log is not None:
             self._log.close()
@@ -176,7 +176,7 @@ class SchedulerService(BusService):
         self._lengths.observe(outcome.adapter_digest, outcome.output_tokens)
 
     async def _status(self, asked: StatusRequest) -> ClusterStatus:
-        plans = await self._planner.dry_run() if asked.plan and self._planner is not None else []
+        plans = await self._rebalancer.dry_run() if asked.plan and self._rebalancer is not None else []
         return ClusterStatus(scheduler_id=self.id, workers=self.cluster.status(now_s()), plans=plans)
 
     # ---- a request

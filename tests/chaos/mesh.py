@@ -159,7 +159,7 @@ class ChaosMesh:
         return client
 
     async def move_requests(self, waves: int) -> int:
-        """Move requests as a planner does, but as many as possible. Returns how many moves were asked for.
+        """Move requests as a rebalancer does, but as many as possible. Returns how many moves were asked for.
 
         Every request that a worker reports goes to another worker, `waves` times, also while the last assignments are still
         under way; three in four with their KV blocks.

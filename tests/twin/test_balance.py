@@ -1,4 +1,4 @@
-"""Promise: requests that move between simulated workers lose nothing, and a planner moves them where they end sooner."""
+"""Promise: requests that move between simulated workers lose nothing, and a rebalancer moves them where they end sooner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EAGER = BalanceSpec(config=RebalanceConfig(wait_ms=50.0, every_s=0.1, rest_s=0.5
 
 
 def always_the_first(state: ClusterState, ask: Ask, fit: np.ndarray, now_s: float, avg_resp_len: float) -> Choice:
-    """A policy that always takes the first worker, so that a planner has work to do."""
+    """A policy that always takes the first worker, so that a rebalancer has work to do."""
     return Choice(min(np.flatnonzero(fit).tolist(), key=state.ids.__getitem__))
 
 
@@ -112,7 +112,7 @@ def test_a_moved_request_finds_its_full_blocks_where_it_goes() -> None:
     assert cached == (length - 1) // 16 * 16 > 0 and nothing == 0
 
 
-def test_requests_wait_less_where_a_planner_moves_them() -> None:
+def test_requests_wait_less_where_a_rebalancer_moves_them() -> None:
     load = workload(seconds=20.0, rate=8.0)
     worker = spec(max_running=8)
 

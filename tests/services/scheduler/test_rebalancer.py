@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 
 from motet.policies.cluster.migration_plan import Moved, Plan
-from motet.services.scheduler import rebalancer as planner
+from motet.services.scheduler import rebalancer
 from motet.services.scheduler.rebalancer import Turn
 from motet.shared import subjects
 from motet.shared.kv import Bucket
@@ -63,7 +63,7 @@ async def test_blocks_travel_with_running_requests_unless_kv_travel_is_off(bus, 
     for kv_travel in ("on", "off"):
         service = await schedule(kv_travel=kv_travel)
         await knows(service, "w1", "w2")
-        sent = {move.request_id: move.kv for move in service._planner._messages(plan)}
+        sent = {move.request_id: move.kv for move in service._rebalancer._messages(plan)}
         assert sent == {"runs": kv_travel == "on", "waits": False}
 
 
@@ -86,7 +86,7 @@ async def test_of_several_schedulers_one_plans_and_another_takes_over(bus, sched
     second = await schedule(rebalance="on", instance_id="s2")
 
     def turns() -> list[bool]:
-        return [one._planner._turn is not None and one._planner._turn.mine for one in (first, second)]
+        return [one._rebalancer._turn is not None and one._rebalancer._turn.mine for one in (first, second)]
 
     await eventually(lambda: any(turns()))
     for _ in range(10):
@@ -94,14 +94,14 @@ async def test_of_several_schedulers_one_plans_and_another_takes_over(bus, sched
         assert sum(turns()) <= 1
     holder, other = (first, second) if turns()[0] else (second, first)
     await holder.stop()
-    await eventually(lambda: other._planner._turn.mine, within_s=2.0)
+    await eventually(lambda: other._rebalancer._turn.mine, within_s=2.0)
 
 
 async def test_a_turn_whose_holder_is_silent_goes_to_another_one_and_not_before(bus, monkeypatch):
     bucket = await Bucket.open(bus, subjects.KV_LEASES)
     one, other = (Turn(bucket, "planner.test", name) for name in ("one", "other"))
     clock = [100.0]
-    monkeypatch.setattr(planner, "now_s", lambda: clock[0])
+    monkeypatch.setattr(rebalancer, "now_s", lambda: clock[0])
     await one.renew()
     await other.renew()
     assert one.mine and not other.mine
