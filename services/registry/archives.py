@@ -15,7 +15,6 @@ from typing import BinaryIO
 
 import msgspec
 
-import motet
 from motet.services.registry.files import PeftFiles, too_large
 from motet.services.registry.unpack import MAX_OTHER_BYTES, Done, UnpackLimits
 from motet.shared.errors import ErrorInfo, InvalidAdapter, MotetError, from_info
@@ -26,7 +25,7 @@ MEMORY_BYTES = 256 * 1024 * 1024  # address space of the child; an honest archiv
 CPU_BASE_S = 15
 CPU_BYTES_PER_S = 32 * 1024 * 1024  # inflating runs at several times this
 WALL_FACTOR = 4  # the child may share its core
-_ROOT = Path(motet.__file__).resolve().parents[1]
+_ROOT = Path(__file__).absolute().parents[3].resolve()  # where `motet` is: its rooms may be links, which are not followed
 _CHILD = (
     f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from motet.services.registry.unpack import main; "
     "main(sys.argv[1], *map(int, sys.argv[2:]))"
