@@ -14,17 +14,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bench.engine_motet import stored_adapter
 from bench.mesh_parts import prompts
 from bench.models import ATTENTION, MLP, SHAPES, write_adapter, write_model
+from bench.stored_adapters import stored_adapter
 from motet.policies.step.cold_start import Forced
 from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.native.assemble import assemble
 from motet.services.worker.native.engine import Engine
-from motet.services.worker.state import START_PERF
 from motet.shared.clock import now_s
 from motet.shared.model import SamplingParams
 

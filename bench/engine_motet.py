@@ -9,10 +9,7 @@ from typing import Any
 import torch
 
 from bench.engine_child import Generate, serve
-from motet.services.registry.peft import Converted, convert
-from motet.shared.base_shapes import read_shapes
-
-MAX_BYTES = 1 << 30  # of an adapter, as a registry's limit: pages of 8 ranks can be several times as large as the file
+from bench.stored_adapters import stored_adapter
 
 
 def make(setup: dict[str, Any]) -> Generate:
@@ -20,8 +17,8 @@ def make(setup: dict[str, Any]) -> Generate:
     from bench.mesh_parts import run_engine
     from motet.policies.times.step_times import StepTimes
     from motet.services.worker.config import WorkerConfig
+    from motet.services.worker.engines.start_perf import START_PERF
     from motet.services.worker.native.assemble import assemble
-    from motet.services.worker.state import START_PERF
 
     model = Path(setup["model"])
     config = WorkerConfig.of(
@@ -57,14 +54,6 @@ def _stored(model: Path, adapter: Path, directory: Path) -> Path:
     path = directory / converted.digest
     path.write_bytes(converted.blob)
     return path
-
-
-def stored_adapter(model: Path, adapter: Path) -> Converted:
-    """The blob that the registry would store for a PEFT directory."""
-    weights = adapter / "adapter_model.safetensors"
-    with weights.open("rb") as file:
-        config = (adapter / "adapter_config.json").read_bytes()
-        return convert(config, file, weights.stat().st_size, read_shapes(model), max_rank=1024, max_bytes=MAX_BYTES)
 
 
 if __name__ == "__main__":

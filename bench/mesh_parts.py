@@ -125,11 +125,11 @@ def engine_alone(pipe: Connection, model: str, adapters: Sequence[str], threads:
 
     `adapters` are PEFT directories.
     """
-    from bench.engine_motet import stored_adapter
+    from bench.stored_adapters import stored_adapter
     from motet.policies.times.step_times import StepTimes
     from motet.services.worker.config import WorkerConfig
+    from motet.services.worker.engines.start_perf import START_PERF
     from motet.services.worker.native.assemble import assemble
-    from motet.services.worker.state import START_PERF
 
     config = WorkerConfig.of(model=model, threads=threads)
     assembly = assemble(config, Path(model), StepTimes(START_PERF))

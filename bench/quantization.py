@@ -118,7 +118,7 @@ def _cases(texts: int) -> Iterator[Case]:
 
 def _runner(**options: Any) -> Any:
     """A runner with the demo model and adapter i in slot i."""
-    from bench.engine_motet import stored_adapter
+    from bench.stored_adapters import stored_adapter
     from motet.examples.demo.tasks import TASKS
     from motet.services.worker.engines.adapter_weights import HostAdapter
     from motet.services.worker.native.backend import BackendOptions

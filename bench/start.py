@@ -85,8 +85,8 @@ def _child(model: str, quantization: str, packed: str, began: str) -> None:
         from bench.mesh_parts import run_engine
         from motet.policies.times.step_times import StepTimes
         from motet.services.worker.config import WorkerConfig
+        from motet.services.worker.engines.start_perf import START_PERF
         from motet.services.worker.native import assemble as assembling
-        from motet.services.worker.state import START_PERF
 
     marks.append(time.monotonic())
     options = {"model": model, "quantization": quantization, "packed_weights_dir": packed}

@@ -42,7 +42,7 @@ class SchedulerSpec:
 
 
 class Word(msgspec.Struct, kw_only=True):
-    """The facts in every message of a worker (`policies.cluster.worker_book`). Workers of the twin neither restart nor drain."""
+    """The facts in each message of a worker (`policies.cluster.worker_book`). Workers of the twin neither restart nor drain."""
 
     worker_id: str
     seq: int

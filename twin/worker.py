@@ -33,6 +33,7 @@ from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, extend_keys, steady_steps
 from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Modes
+from motet.policies.step.plan_numbers import count_plan
 from motet.policies.step.request_queues import QueuesName, make_queues
 from motet.policies.worker.foresight import Foresight
 from motet.policies.worker.request_life import Entry
@@ -480,7 +481,7 @@ class Worker:
 
     def _batch(self, plan: StepPlan[Live]) -> Batch:
         batch = Batch(waiting=len(self.state.waiting))
-        batch.count(plan.decodes, plan.prefills, adapters=self.spec.steps.reads_adapters)
+        count_plan(batch, plan.decodes, plan.prefills, adapters=self.spec.steps.reads_adapters)
         if plan.merged:
             batch.without_lora()
         batch.sampled = batch.decode_rows

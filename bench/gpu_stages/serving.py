@@ -25,10 +25,10 @@ from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engines.model_config import ModelConfig, read_model_config
 from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.native.assemble import assemble
 from motet.services.worker.native.checkpoint import parameters
 from motet.services.worker.native.engine import Engine
-from motet.services.worker.state import START_PERF
 from motet.shared.clock import now_s
 from motet.shared.model import SamplingParams
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.engine_motet import stored_adapter
 from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.results import Line, Point
+from bench.stored_adapters import stored_adapter
 from motet.examples.demo import DEMO
 from motet.policies.step.cold_start import Forced
 from motet.services.worker.engines.adapter_weights import HostAdapter

@@ -8,8 +8,8 @@ Blocks are named by content (`policies.memory.kv_blocks`), so a request that sta
 from the prefix cache and computes the rest. Whether blocks travel, and how many arrive, changes the time only, not the result.
 
 Copying pays when it is predicted to take clearly less time than the prefill that it saves (`SURE`). Both sides are measured:
-prefill by `policies.times.step_times`, the link by `LinkTimes`. A request waits for its blocks at most as long as its prefill
-was predicted to take.
+prefill by `policies.times.step_times`, the link by `policies.times.link_times`. A request waits for its blocks at most as long
+as its prefill was predicted to take.
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ from motet.shared.model import PerfModel, WorkerLimits
 
 SURE = 0.7
 """Blocks travel when fetching them takes less than this share of the prefill that they save."""
-SMALL_BYTES = 64 << 10
-"""A transfer up to this size measures the latency, a larger one the rate."""
-RECENT = 0.3
-"""Weight of the latest transfer in the estimate of the link."""
 
 
 class Travel(msgspec.Struct, frozen=True):
@@ -65,34 +61,6 @@ def content_keys(tokens: Sequence[bytes], adapter_digest: str, scope: bytes) -> 
         parent = chain_key(parent, block)
         keys.append(parent)
     return keys
-
-
-class LinkTimes:
-    """Measures how long KV blocks take from another worker, in milliseconds."""
-
-    def __init__(self) -> None:
-        self.base_ms = 0.0
-        self.ms_per_mib = 0.0
-        """0 before the first measurement."""
-
-    def observe(self, size_bytes: int, took_ms: float) -> None:
-        """Take in a transfer.
-
-        An abandoned one counts with the size that was asked for, although it would have taken longer still.
-        """
-        if size_bytes <= SMALL_BYTES:
-            self.base_ms = _blend(self.base_ms, took_ms)
-        else:
-            self.ms_per_mib = _blend(self.ms_per_mib, max(1e-3, took_ms - self.base_ms) * MIB / size_bytes)
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The measured rate, 0 before the first measurement."""
-        return 1000.0 * MIB / self.ms_per_mib if self.ms_per_mib else 0.0
-
-
-def _blend(known: float, new: float) -> float:
-    return known + RECENT * (new - known) if known else new
 
 
 class HeldBlocks:

@@ -1,0 +1,1 @@
+"""What the next engine step computes: queues, admission, cold starts, merged adapters."""

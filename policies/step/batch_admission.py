@@ -147,7 +147,7 @@ class BatchAdmission(Generic[S]):
             self._fill(state, plan, None)
         elif mode.only is not None:
             plan.resting = sum([seq.adapter not in mode.only for seq in state.running])
-        plan.merged, plan.wanted = modes.merged, mode.wanted
+        plan.merged, plan.merge_candidate = modes.merged, mode.wanted
         plan.switched = modes.merged != before
 
     def _fill(
@@ -168,7 +168,7 @@ class BatchAdmission(Generic[S]):
             if only is not None:
                 candidates = [seq for seq in candidates[:MODE_WINDOW] if seq.adapter in only]
             self._admit(state, plan, candidates)
-            plan.short = plan.short or (state.boundary is not None and state.boundary.crowded)
+            plan.starved = plan.starved or (state.boundary is not None and state.boundary.crowded)
             if self.limits.prefetch and state.adapters.asynchronous:
                 self._prefetch(state, plan, candidates)
 
@@ -242,7 +242,7 @@ class BatchAdmission(Generic[S]):
                     index += 1
                     continue
             if not self._book_blocks(state, seq, index if in_order else state.waiting.index(seq), plan):
-                plan.short = True
+                plan.starved = True
                 return
             self._book_slot(state, seq, plan)
             del candidates[index]

@@ -209,14 +209,14 @@ class BatchCore(Generic[S]):
 
     def _after(self, copy: MergedCopy, plan: StepPlan[S]) -> None:
         """Claim memory for a merged copy if the step should have been merged."""
-        self._copy_leaves = self.boundary is not None and (plan.short or bool(plan.preempted))
-        if not plan.wanted or self._copy_leaves:
+        self._copy_leaves = self.boundary is not None and (plan.starved or bool(plan.preempted))
+        if not plan.merge_candidate or self._copy_leaves:
             return
         before, state = copy.adapter, self.state
-        size_bytes = next(seq.merged_bytes for seq in (*state.running, *state.waiting) if seq.adapter == plan.wanted)
-        if copy.want(plan.wanted, size_bytes):
-            plan.making = plan.wanted
-        plan.dropped = plan.dropped or before not in ("", plan.wanted)
+        size_bytes = next(seq.merged_bytes for seq in (*state.running, *state.waiting) if seq.adapter == plan.merge_candidate)
+        if copy.want(plan.merge_candidate, size_bytes):
+            plan.copy_started = plan.merge_candidate
+        plan.dropped = plan.dropped or before not in ("", plan.merge_candidate)
 
     def _make_way(self, plan: StepPlan[S]) -> None:
         """If the step needs copies, cancel the copy of an adapter that no request has asked for."""

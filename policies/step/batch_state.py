@@ -108,10 +108,10 @@ class StepPlan(msgspec.Struct, Generic[S]):
     merged: str = ""  # the adapter in the weights: the step has its sequences alone, and computes them without LoRA
     switched: bool = False  # another one than in the step before, so the weights are changed first
     resting: int = 0  # running sequences that the step leaves out, because of the merged adapter
-    wanted: str = ""  # would be the merged adapter if a copy of the weights had it
-    making: str = ""  # whose copy of the weights may be made beside the steps from now on; the memory for it is free
+    merge_candidate: str = ""  # would be the merged adapter if a copy of the weights had it
+    copy_started: str = ""  # whose copy of the weights may be made beside the steps from now on; the memory for it is free
     dropped: bool = False  # the copy of the weights is to be given up before memory is divided
-    short: bool = False  # a waiting sequence found no KV blocks, or its adapter no room
+    starved: bool = False  # a waiting sequence found no KV blocks, or its adapter no room
 
 
 def turn(state: AdmissionState[S], merged: str) -> None:

@@ -25,9 +25,9 @@ are never merged.
 Three things are not in the paper. A resting request keeps its seat and its KV blocks, so a merged batch is the smaller the more
 requests rest. So from a share of `drain` on, the biggest adapter's waiting requests join an unmerged batch first: the others
 end, few are left to rest, and then the adapter is merged. And `rest_ms` bounds the gap between two tokens of a resting request,
-whatever the credits say: after so much time with resting requests, steps are unmerged for as long. And with `gain` an adapter
-is merged only while its requests, in the seats that the resting ones leave, are computed so much faster than all requests
-unmerged: thresholds on its share know neither how many seats there are nor what LoRA costs this batch.
+whatever the credits say: after so much time with resting requests, steps are unmerged for as long. And with `min_speedup` an
+adapter is merged only while its requests, in the seats that the resting ones leave, are computed so much faster than all
+requests unmerged: thresholds on its share know neither how many seats there are nor what LoRA costs this batch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class MergeConfig:
     relief: float = 1.0  # credits that are given back per request and unmerged step
     drain: float = inf  # share of the biggest adapter from which on its waiting requests join first
     rest_ms: float = inf  # the longest time for which requests rest
-    gain: float = -1.0  # an adapter is merged only while merged steps compute so much more per time, as a share; -1: always
+    min_speedup: float | None = None  # merge only if merged steps are predicted to be this share faster; None: always
 
 
 @dataclass(slots=True)
@@ -315,9 +315,10 @@ class Merging:
         return alone
 
     def _gains(self, adapter: str, rows: int, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> bool:
-        """Whether a merged step computes more requests per time than an unmerged one, by at least the share `gain`."""
-        alone, costs = self._alone(adapter, fcfs, here, most), self.costs
-        return alone * costs.unmerged_ms(rows) > (1.0 + self.config.gain) * rows * costs.merged_ms(alone)
+        """Whether a merged step computes more requests per time than an unmerged one, by at least the share `min_speedup`."""
+        alone, costs, speedup = self._alone(adapter, fcfs, here, most), self.costs, self.config.min_speedup
+        least = 0.0 if speedup is None else 1.0 + speedup
+        return alone * costs.unmerged_ms(rows) > least * rows * costs.merged_ms(alone)
 
     def _may_pay_back(self) -> bool:
         """Whether merged steps would have been faster, but not by as much as it costs to make a copy.

@@ -34,7 +34,7 @@ MERGE = MergeConfig(
     starving=240.0,
     normal=200.0,
     rest_ms=500.0,
-    gain=0.01,
+    min_speedup=0.01,
 )
 """The constants of a live engine. LoRA costs its steps 5 to 15%, so an adapter has to be nearly alone, and no threshold falls
 far below that however long merging has won. A switch costs nothing once the copy is whole. With these credits a lone request

@@ -1,0 +1,1 @@
+"""How long things take: the model of step times, a step in numbers, and the estimators that fit them."""

@@ -2,16 +2,12 @@
 predict its duration.
 
 `services.worker.engines.request.StepStats` and `twin.steps.Batch` are this record with additional fields of the live or the
-simulated engine.
+simulated engine. `policies.step.plan_numbers` fills in what is known before the step runs.
 """
 
 from __future__ import annotations
 
-from collections import abc
-
 import msgspec
-
-from motet.policies.step.batch_state import Sequence, pairs
 
 
 class Step(msgspec.Struct, kw_only=True):
@@ -41,24 +37,3 @@ class Step(msgspec.Struct, kw_only=True):
         """Treat the step as one of the base model, because its adapter is merged."""
         self.prefill_rank_sum = self.prefill_max_rank = self.decode_rank_sum = self.decode_max_rank = 0
         self.row_rank_sum = self.distinct_adapters = self.adapter_bytes = 0
-
-    def count(self, decodes: abc.Sequence[Sequence], prefills: abc.Sequence[Sequence], *, adapters: bool = True) -> None:
-        """Fill in what a plan says before it runs: everything except time, context, sampled sequences and cold rows.
-
-        `adapters`: also fill in `distinct_adapters` and `adapter_bytes`; otherwise both stay 0.
-        """
-        if decodes:
-            ranks = [seq.rank for seq in decodes]
-            self.decode_rows, self.decode_rank_sum, self.decode_max_rank = len(ranks), sum(ranks), max(ranks)
-            self.row_rank_sum = self.decode_rank_sum
-        if prefills:
-            ranks = [seq.rank for seq in prefills]
-            self.prefill_requests, self.prefill_rank_sum, self.prefill_max_rank = len(ranks), sum(ranks), max(ranks)
-            self.prefill_tokens = sum([seq.scheduled for seq in prefills])
-            self.row_rank_sum += sum([seq.rank * seq.scheduled for seq in prefills])
-            self.prefill_pairs = sum([pairs(seq.computed, seq.scheduled) for seq in prefills])
-        if adapters:
-            slots = {seq.slot: seq.adapter_bytes for seq in decodes}
-            slots.update([(seq.slot, seq.adapter_bytes) for seq in prefills])
-            slots.pop(-1, None)
-            self.distinct_adapters, self.adapter_bytes = len(slots), sum(slots.values())

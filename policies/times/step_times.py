@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from motet.policies.memory.kv_travel import LinkTimes
+from motet.policies.times.link_times import LinkTimes
 from motet.policies.times.perf_model import Floats, batch_load
 from motet.policies.times.step_record import Step
 from motet.shared.model import PerfModel

@@ -75,7 +75,7 @@ class _Offer:
     read: bool = False  # to the end
 
 
-class KvTravel:
+class KvTransfer:
     """The KV transfers of one worker. `times` gets the measured speed of the link."""
 
     def __init__(self, bus: Bus, worker_id: str, kv: KvAccess, limits: WorkerLimits, times: StepTimes) -> None:

@@ -37,13 +37,15 @@ from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
 from motet.services.worker.engines.protocol import EngineProtocol
+from motet.services.worker.engines.report import StepReport
 from motet.services.worker.engines.request import CopyStats, EngineRequest, MergeStats, StepOutput
-from motet.services.worker.engines.thread import EngineThread, StepReport
+from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.frames import FrameSender
-from motet.services.worker.kv_transfer import KvTravel
+from motet.services.worker.kv_transfer import KvTransfer
+from motet.services.worker.native.thread import EngineThread
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
-from motet.services.worker.state import START_PERF, WorkerView
+from motet.services.worker.state import WorkerView
 from motet.shared import subjects
 from motet.shared.base_tensors import base_tensors
 from motet.shared.bus import Bus
@@ -206,7 +208,7 @@ class WorkerService:
         self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.assembly.parse_adapter)
         self._exit.callback(self.shell.store.close)
         if self.engine.kv is not None and limits.kv_format:
-            self.shell.travel = KvTravel(bus, self.worker_id, self.engine.kv, limits, self._times)
+            self.shell.travel = KvTransfer(bus, self.worker_id, self.engine.kv, limits, self._times)
             await self.shell.travel.start()
         self.catalog = Catalog(bus, self.worker_id, self._on_registered, self._on_pinned)
         await self.catalog.start()

@@ -39,7 +39,7 @@ from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.engines.protocol import EngineProtocol
 from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.frames import FrameSender
-from motet.services.worker.kv_transfer import KvTravel
+from motet.services.worker.kv_transfer import KvTransfer
 from motet.services.worker.reports import StateReporter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, TooLarge
@@ -59,7 +59,7 @@ class Shell:
     """
 
     store: AdapterLoader
-    travel: KvTravel | None = None
+    travel: KvTransfer | None = None
 
     def __init__(
         self, core: WorkerCore[EngineRequest], engine: EngineProtocol, frames: FrameSender, reporter: StateReporter
@@ -128,7 +128,7 @@ class Shell:
             return None if taken else error
         return None
 
-    async def _fetch(self, entry: Entry[EngineRequest], travel: KvTravel) -> None:
+    async def _fetch(self, entry: Entry[EngineRequest], travel: KvTransfer) -> None:
         request = entry.payload
         assert request.kv is not None, "there is something to fetch"
         try:

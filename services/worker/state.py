@@ -12,20 +12,6 @@ from motet.policies.worker.worker_view import View
 from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import PerfModel, WorkerLimits
 
-# Measured with the demo model on two cores; the warm-up and the first real steps move it to where this worker is.
-START_PERF = PerfModel(
-    prefill_base_ms=4.0,
-    prefill_token_ms=0.08,
-    prefill_lora_ms=0.03,
-    decode_base_ms=3.0,
-    decode_row_ms=0.15,
-    decode_lora_ms=0.008,
-    load_base_ms=2.0,
-    load_ms_per_mib=1.0,
-    fetch_base_ms=5.0,  # from the object store at 1 Gbit/s; not refined
-    fetch_ms_per_mib=8.0,
-)
-
 
 class WorkerView(View):
     """The worker's state as others see it, and the messages made of it."""

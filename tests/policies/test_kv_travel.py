@@ -10,10 +10,11 @@ import pytest
 
 from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.memory.kv_blocks import KvBlocks
-from motet.policies.memory.kv_travel import SMALL_BYTES, HeldBlocks, LinkTimes, compatible, content_keys, travel
+from motet.policies.memory.kv_travel import HeldBlocks, compatible, content_keys, travel
 from motet.policies.step.batch_admission import AdmissionLimits
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence
+from motet.policies.times.link_times import SMALL_BYTES, LinkTimes
 from tests.policies.test_kv_blocks import cached, keys_of
 from tests.policies.test_rebalance import PERF
 from tests.support_worker import worker_limits

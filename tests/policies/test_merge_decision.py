@@ -310,7 +310,9 @@ def test_an_adapter_stays_merged_only_while_merged_steps_gain_so_much() -> None:
     With 32 requests, merged steps win if the adapter leaves out 2 (30 at 1.10 against 32), and lose if it leaves out 4 (28
     against 32).
     """
-    one = Merging(MergeCosts(switch_ms=0.0, step_ms=40.0, row_ms=0.0, lora=0.1), MergeConfig(alpha=0.8, beta=0.5, gain=0.01))
+    one = Merging(
+        MergeCosts(switch_ms=0.0, step_ms=40.0, row_ms=0.0, lora=0.1), MergeConfig(alpha=0.8, beta=0.5, min_speedup=0.01)
+    )
     one.whole = "a"
     for others, merged in ((4, ""), (2, "a"), (4, ""), (2, "a")):
         here = {"a": 32 - others, "b": others}

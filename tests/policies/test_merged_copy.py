@@ -68,7 +68,7 @@ class Engine:
             seq.append(7)
         if plan.tokens:
             self.modes.ran(1)
-        if plan.making:
+        if plan.copy_started:
             self.copy.made(took_ms=12.0)
         self.core.check()
         return plan
@@ -89,8 +89,8 @@ def test_memory_for_a_copy_is_claimed_in_steps_and_the_adapter_is_merged_when_it
     engine = Engine()
     engine.start("a")
     plans = [engine.step() for _ in range(3)]
-    assert [plan.wanted for plan in plans] == ["", "", "a"], "only its steps say what merging would save"
-    assert not plans[-1].making and 0 < engine.claimed < COPY
+    assert [plan.merge_candidate for plan in plans] == ["", "", "a"], "only its steps say what merging would save"
+    assert not plans[-1].copy_started and 0 < engine.claimed < COPY
     assert until_merged(engine, "a") == 10
     assert engine.claimed == COPY and engine.core.memory.held()["merged", "used"] == COPY
 

@@ -1,4 +1,4 @@
-"""Promise: the cost computed for all workers at once equals the plain formula of `policies.cluster.shared_cost` for each worker."""
+"""Promise: the cost computed for all workers at once equals the formula of `policies.cluster.shared_cost` for each worker."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from motet.policies.times.step_record import Step
 from motet.policies.times.step_times import StepTimes
-from motet.services.worker.state import START_PERF
+from motet.services.worker.engines.start_perf import START_PERF
 
 
 def test_step_times_are_learned_from_steps_and_never_go_negative():

@@ -1,7 +1,7 @@
 """The interface of an engine: commands in, one report per step out. `docs/engines.md` says what each engine can do.
 
     commands    start, add, cancel, load_adapter, pin_adapters, unload_adapter, abort_all, stop      none waits for a step
-    reports     `engine_thread.StepReport`, in the order of steps: items for gateways, requests in a new phase, adapters that
+    reports     `engines.report.StepReport`, in the order of steps: items for gateways, requests in a new phase, adapters that
                 came to the device or left it, free memory
 
 An engine keeps its own queue, batches and memory; `policies.worker.worker_core` decides what enters it. Every request that was
@@ -39,7 +39,8 @@ class Capabilities:
     kv_types: frozenset[str]
     """Data types that the KV cache can have; "model" is the type of the weights."""
     preempts: Literal["worker", "engine"]
-    """Whose rules choose the request that gives way when KV memory is short: `policies.step.batch_admission` or the engine's."""
+    """Whose rules choose the request that gives way when KV memory is short: those of `policies.step.batch_admission` or the
+    engine's."""
     kv_travels: bool = False
     """Whether KV blocks can be read and written between steps, for requests that move."""
     serves: frozenset[Capability] = frozenset()

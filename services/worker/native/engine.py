@@ -25,16 +25,17 @@ from motet.policies.step.batch_state import StepPlan, advance, due_s
 from motet.policies.step.cold_start import ColdStarts, Forced
 from motet.policies.step.merge_decision import MergeConfig, Merging
 from motet.policies.step.merged_copy import MERGE, NOTHING_KNOWN, MergedCopy
+from motet.policies.step.plan_numbers import count_plan
 from motet.policies.step.request_queues import make_queues
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import EngineLimits, EngineRequest, MergeStats, StepOutput, StepStats
+from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.native.backend import Backend
 from motet.services.worker.native.copies import DeviceAdapters
-from motet.services.worker.native.kv_io import TravellingKv
+from motet.services.worker.native.kv_io import KvIo
 from motet.services.worker.native.merging import CopyMaker
 from motet.services.worker.native.sampler import Drawn, Sampler
 from motet.services.worker.native.seats import LiveSequence, Seats
-from motet.services.worker.state import START_PERF
 from motet.shared import clock
 from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
 from motet.shared.messages import StreamItem
@@ -109,7 +110,7 @@ class Engine:
             self._maker = CopyMaker(runner.merged, self._core.copy)
         self._step_s = 0.0  # how long the last step took, slices of a copy apart
         self._state = self._core.state
-        self.kv = TravellingKv(self._core.travelling, runner, self._keys_of)
+        self.kv = KvIo(self._core.travelling, runner, self._keys_of)
         """Access to KV blocks, for requests that move between workers."""
         self._seats = Seats(
             seats=admission.seats,
@@ -317,7 +318,7 @@ class Engine:
         if self._maker is not None:
             self._maker.begin(plan, sequences)
         stats.preempted = len(plan.preempted)
-        stats.count(plan.decodes, plan.prefills)
+        count_plan(stats, plan.decodes, plan.prefills)
         if plan.merged:
             stats.without_lora()
         return plan

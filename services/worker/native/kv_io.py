@@ -10,7 +10,7 @@ from motet.policies.memory.kv_travel import HeldBlocks
 from motet.services.worker.native.backend import Backend
 
 
-class TravellingKv:
+class KvIo:
     """The KV blocks of moved requests. `name` identifies a move.
 
     `keys_of(request_id, epoch)` returns the keys of the full blocks of a request that the engine has.

@@ -1,7 +1,7 @@
 """Makes the merged copy of the weights between the steps, as `policies.step.merged_copy` decides.
 
-    plan.dropped ──> drop       its memory is freed before the boundary of KV blocks and adapters moves
-    plan.making  ──> begin      after the boundary has moved; then a slice before every step, until it is complete
+    plan.dropped      ──> drop       its memory is freed before the boundary of KV blocks and adapters moves
+    plan.copy_started ──> begin      after the boundary has moved; then a slice before every step, until it is complete
 
 A slice runs on the threads of the steps, between two steps. A separate thread would take a core from the threads of a step,
 which all wait for the slowest of them.
@@ -70,16 +70,16 @@ class CopyMaker:
 
     def begin(self, plan: StepPlan[LiveSequence], sequences: Iterable[LiveSequence]) -> None:
         """Begin or continue the plan's copy, after the boundary of memory has moved."""
-        if plan.making and plan.making != self._making:
-            weights = next(live.request.adapter for live in sequences if live.adapter == plan.making)
+        if plan.copy_started and plan.copy_started != self._making:
+            weights = next(live.request.adapter for live in sequences if live.adapter == plan.copy_started)
             assert weights is not None, "it has an adapter"
-            self._making, self._took_s, self._refused = plan.making, 0.0, False
+            self._making, self._took_s, self._refused = plan.copy_started, 0.0, False
             try:
                 self._weights.begin(weights)
             except MemoryError:  # steps stay unmerged, and another adapter's copy may fit
-                log.exception("the merged copy has no memory", extra={"adapter": plan.making})
+                log.exception("the merged copy has no memory", extra={"adapter": plan.copy_started})
                 self._refused = True
-        self._slices = bool(plan.making) and not self._refused
+        self._slices = bool(plan.copy_started) and not self._refused
 
     def advance(self, step_s: float) -> float:
         """Compute a slice of the copy, short compared with a step of `step_s`. Returns the seconds that it took."""

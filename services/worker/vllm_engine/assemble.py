@@ -11,7 +11,7 @@ from typing import Any
 from motet.policies.worker.pins import PIN_SHARE
 from motet.services.worker.config import GIB, LORA_LEAST_MIB, MIB, WorkerConfig, free_host_bytes
 from motet.services.worker.engines.model_config import read_model_config
-from motet.services.worker.engines.thread import StepReport
+from motet.services.worker.engines.report import StepReport
 from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter

@@ -9,10 +9,8 @@ vLLM is imported in functions, because a worker with the native engine runs with
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shlex
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,16 +251,3 @@ def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
     ends = {told} if isinstance(told, int) else set(told or ())
     last = None if tokenizer is None else tokenizer.eos_token_id
     return frozenset(ends if last is None else ends | {last})
-
-
-def end_with_parent() -> None:
-    """End this process when its parent is gone, also after a kill -9."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()

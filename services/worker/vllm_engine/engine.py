@@ -36,8 +36,8 @@ from motet.policies.step.engine_entry import EngineEntry, EntryLimits
 from motet.policies.step.request_queues import QueuesName, make_queues
 from motet.services.worker import metrics
 from motet.services.worker.engines.protocol import Capabilities
+from motet.services.worker.engines.report import StepReport
 from motet.services.worker.engines.request import EngineRequest, ResidencyChange, StepOutput, StepStats
-from motet.services.worker.engines.thread import StepReport
 from motet.services.worker.vllm_engine.adapters import CoreAdapters
 from motet.services.worker.vllm_engine.core import Core, VllmOptions, start_core, warm
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter

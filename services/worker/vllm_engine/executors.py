@@ -8,7 +8,7 @@ import re
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from motet.services.worker.vllm_engine.core import end_with_parent
+from motet.services.worker.vllm_engine.bound import end_with_parent
 from motet.services.worker.vllm_engine.cpu_kernels import mend
 
 mend()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from motet.policies.cluster.worker_book import Shelf
 from motet.services.gateway.owner.fleet import Fleet
-from motet.services.worker.state import START_PERF, WorkerView
+from motet.services.worker.engines.start_perf import START_PERF
+from motet.services.worker.state import WorkerView
 from tests.support import eventually
 from tests.support_worker import brief_of, generate_request, worker_limits
 

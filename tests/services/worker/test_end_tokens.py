@@ -9,8 +9,8 @@ import pytest
 
 from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig
+from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.native.assemble import Assembly, assemble
-from motet.services.worker.state import START_PERF
 from motet.shared.config import ConfigError
 from tests.services.gateway.support_tokenizers import byte_level
 from tests.services.worker.support_engine import request, run

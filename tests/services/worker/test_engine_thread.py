@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from motet.services.worker.engines import thread as engine_thread
+from motet.services.worker.engines.report import StepReport
 from motet.services.worker.engines.request import EngineRequest, StepOutput, StepStats
-from motet.services.worker.engines.thread import EngineThread, StepReport
+from motet.services.worker.native import thread as engine_thread
+from motet.services.worker.native.thread import EngineThread
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, WorkerLost
 from motet.shared.messages import StreamItem

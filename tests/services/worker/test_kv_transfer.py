@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from motet.services.worker import kv_transfer as kv_travel
-from motet.services.worker import metrics
-from motet.services.worker.kv_transfer import KvTravel
+from motet.services.worker import kv_transfer, metrics
+from motet.services.worker.kv_transfer import KvTransfer
 from motet.shared import subjects
 from motet.shared.errors import Conflict, NotFound, from_info
 from motet.shared.messages import (
@@ -46,14 +45,14 @@ WAIT_S = 5.0
 @pytest.fixture(autouse=True)
 def patience(monkeypatch) -> None:
     """Whatever is predicted, a moved request waits for its blocks, because a tiny model would compute them in no time."""
-    monkeypatch.setattr(KvTravel, "wait_s", lambda self, offer, tokens, rank: WAIT_S)
+    monkeypatch.setattr(KvTransfer, "wait_s", lambda self, offer, tokens, rank: WAIT_S)
 
 
 @pytest.fixture
 def small_pieces(monkeypatch) -> None:
     """Blocks come four at a time, in several parts."""
-    monkeypatch.setattr(kv_travel, "PIECE_BYTES", 4 * BLOCK_BYTES)
-    monkeypatch.setattr(kv_travel, "PART_BYTES", 5000)
+    monkeypatch.setattr(kv_transfer, "PIECE_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr(kv_transfer, "PART_BYTES", 5000)
 
 
 def outcome(label: str) -> float:
@@ -128,7 +127,7 @@ async def test_a_sampled_request_draws_the_same_tokens_with_blocks_and_without(s
 
 
 async def test_no_more_bytes_of_a_request_travel_than_are_allowed(start, monkeypatch):
-    monkeypatch.setattr(kv_travel, "MOST_BYTES", 6 * BLOCK_BYTES)
+    monkeypatch.setattr(kv_transfer, "MOST_BYTES", 6 * BLOCK_BYTES)
     old, new = await pair(start)
     right = await stays(new, max_tokens=20)
     moved = await leave(old, generate(LONG, max_tokens=20), tokens=3)
@@ -147,7 +146,7 @@ async def test_blocks_that_are_here_already_are_not_fetched_again(start):
 
 
 async def test_a_fetch_that_stops_in_the_middle_ends_in_time_with_what_has_come(start, small_pieces, monkeypatch):
-    monkeypatch.setattr(KvTravel, "wait_s", lambda self, offer, tokens, rank: 0.4)
+    monkeypatch.setattr(KvTransfer, "wait_s", lambda self, offer, tokens, rank: 0.4)
     old, new = await pair(start)
     answer, reads = old.service.shell.travel._read, 0
 
@@ -258,7 +257,7 @@ async def test_blocks_are_given_once_to_the_worker_with_the_token_and_no_more_th
     assert isinstance(opened, KvOpened) and opened.blocks == 4
     assert isinstance(await refusal(old, first), Conflict), "the token is used"
     total = 4 * opened.block_bytes
-    for offset, size in ((total, 8), (total - 4, 8), (-8, 8), (0, 0), (0, kv_travel.PART_BYTES + 1)):
+    for offset, size in ((total, 8), (total - 4, 8), (-8, 8), (0, 0), (0, kv_transfer.PART_BYTES + 1)):
         assert (await refusal(old, ReadKv(token=moved.kv.token, offset=offset, size=size))).status == 400
     part = await ask(old, ReadKv(token=moved.kv.token, offset=0, size=total))
     assert isinstance(part, KvPart) and len(part.data) == total
@@ -267,8 +266,8 @@ async def test_blocks_are_given_once_to_the_worker_with_the_token_and_no_more_th
 
 
 async def test_blocks_that_are_not_requested_are_held_for_a_moment_and_for_few_requests(start, monkeypatch):
-    monkeypatch.setattr(kv_travel, "OFFER_S", 0.5)
-    monkeypatch.setattr(kv_travel, "MOVES", 2)
+    monkeypatch.setattr(kv_transfer, "OFFER_S", 0.5)
+    monkeypatch.setattr(kv_transfer, "MOVES", 2)
     old = await start()
     old.slow_down(0.01)
     for prompt in random_prompts(3):

@@ -7,7 +7,8 @@ import random
 import msgspec
 import pytest
 
-from motet.services.worker.state import START_PERF, WorkerView
+from motet.services.worker.engines.start_perf import START_PERF
+from motet.services.worker.state import WorkerView
 from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import Residency
 from tests.support_worker import brief_of, generate_request, worker_limits

@@ -9,8 +9,8 @@ import pytest
 
 from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import GIB, WorkerConfig, free_host_bytes, kv_blocks_for
+from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.native.assemble import assemble
-from motet.services.worker.state import START_PERF
 from motet.shared.config import ConfigError, load
 from tests.support_models import make_checkpoint
 

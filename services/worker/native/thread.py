@@ -19,13 +19,14 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from motet.services.worker import metrics
 from motet.services.worker.engines.protocol import Capabilities
+from motet.services.worker.engines.report import StepReport
 from motet.services.worker.engines.request import EngineRequest, StepOutput
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
@@ -51,22 +52,6 @@ NATIVE = Capabilities(
 )
 
 
-@dataclass(slots=True)
-class StepReport:
-    """The event loop's report of one step, which began at `began_s`; its duration is in the statistics.
-
-    `failures` counts consecutive failing steps, this one included.
-    """
-
-    step: int
-    began_s: float
-    output: StepOutput
-    failures: int
-    kv_blocks_free: int
-    adapter_bytes_free: int
-    prefill_tokens_waiting: int
-
-
 class EngineThread:
     """Owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in the order of steps."""
 
@@ -82,7 +67,7 @@ class EngineThread:
         self._step = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # ---- the loop's side (`engine_protocol`)
+    # ---- the loop's side (`engines.protocol`)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -251,7 +236,7 @@ class EngineThread:
 
 
 class ThreadKv:
-    """`engine_protocol.KvAccess`, carried out in the engine's thread."""
+    """`engines.protocol.KvAccess`, carried out in the engine's thread."""
 
     def __init__(self, thread: EngineThread) -> None:
         self._ask = thread.ask
