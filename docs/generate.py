@@ -15,9 +15,9 @@ sys.path.insert(0, str(ROOT))
 
 from motet.cli.options import config_of  # noqa: E402
 from motet.cli.up_options import StackConfig  # noqa: E402
-from motet.services.gateway import fields as unserved  # noqa: E402
 from motet.services.gateway.config import GatewayConfig  # noqa: E402
 from motet.services.gateway.edge.openapi import document  # noqa: E402
+from motet.services.gateway.openai import fields as unserved  # noqa: E402
 from motet.shared.config import Field, ServiceConfig, fields  # noqa: E402
 from motet.shared.telemetry import REGISTRY  # noqa: E402
 from motet.shared.variables import VARIABLES  # noqa: E402

@@ -4,11 +4,22 @@ A policy is a function or a small state object that imports nothing of ours but 
 or global random. Time comes in as `now_s` (seconds on the caller's clock) and chance as a seeded generator. So the live
 services and the simulator run the same code, and a logged decision can be replayed.
 
-Choosing a worker, in reading order: `perf_model` (step times), `step_times` and `perf_fit` (fitting them, online and
-offline), `worker_load` and `cluster_state` (the workers' state), `flights` (assignments that no state shows yet), `candidates`
-(workers that can take a request), `choice` (a policy's answer), `shared_cost`, `rank_aware` and `baselines` (the policies),
-`dispatch` (the whole decision), `length_quantiles` (expected output length). Inside a worker: `batch_state` (sequences and
-plans), `batch_admission` (what the next step computes), `kv_blocks` and `adapter_slots` (memory), `step_record` (a step in
-numbers), `merge_decision` (when an adapter is merged into the weights). Between workers: `placement` (which adapters
-each worker keeps loaded), `migration_plan` (requests that move to another worker).
+The rooms, each with its modules in reading order. A room imports only rooms that come before it; cluster and step do not know
+each other, and lengths stands alone.
+
+- `times`: `perf_model` (step times), `step_record` (a step in numbers), `step_times` and `perf_fit` (fitting them, online and
+  offline)
+- `memory`: `kv_blocks` and `adapter_slots` (on the device), `host_tier` and `eviction`, `ledger` and `boundary` (who may fill
+  how much), `kv_travel` (blocks of requests that move)
+- `step`: `batch_state` (sequences and plans), `batch_admission` (what the next step computes), `request_queues`, `cold_start`,
+  `merge_decision` (when an adapter is merged into the weights), `batch_core` (all of it)
+- `cluster`: `worker_load` and `cluster_state` (the workers' state), `flights` (assignments that no state shows yet),
+  `candidates` (workers that can take a request), `choice` (a policy's answer), `shared_cost`, `rank_aware` and `baselines` (the
+  policies), `dispatch` (the whole decision); `placement` (which adapters each worker keeps loaded), `migration_plan` and
+  `rebalance` (requests that move to another worker)
+- `worker`: `request_life`, `worker_events`, `worker_core` (a worker's decisions outside its engine), `worker_view` (what
+  schedulers see of it), `foresight` (adapters before they are asked for), `pins`
+- `lengths`: `features` (of a request), `model` and `calibration`, `quantiles` (of what was seen), `predictor` (all of it)
+
+Beside them: `tenant_shares` (a resource among tenants).
 """

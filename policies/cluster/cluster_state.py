@@ -75,7 +75,7 @@ _TIER_BITS: dict[Tier, int] = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "
 
 
 class PerfColumns:
-    """The perf model coefficients of all workers, one array element per worker (`perf_model.Coefficients`)."""
+    """The perf model coefficients of all workers, one array element per worker (`times.perf_model.Coefficients`)."""
 
     def __init__(self, table: Mapping[str, NDArray]) -> None:
         self.bgmv: NDArray[np.bool_] = table["bgmv"]
@@ -115,7 +115,7 @@ class PerfColumns:
         return found
 
     def lora_load(self, rows: Floats, rank_sum: Floats, max_rank: Floats) -> Floats:
-        """Each worker's LoRA load under its own kernel; the vector form of `perf_model.lora_load`."""
+        """Each worker's LoRA load under its own kernel; the vector form of `times.perf_model.lora_load`."""
         return np.where(self.bgmv, rows * max_rank, rank_sum) if self.pads else rank_sum
 
     def lora_growth(self, rows: Floats, max_rank: Floats, rank: int) -> Floats | float:
@@ -457,7 +457,7 @@ class ClusterState:
         self._write_times(row, worker_id, load)
 
     def _write_times(self, row: int, worker_id: str, load: WorkerLoad) -> None:
-        """Write the times that follow from the worker's requests, limits and coefficients (`perf_model`)."""
+        """Write the times that follow from the worker's requests, limits and coefficients (`times.perf_model`)."""
         limits, perf = self._terms[worker_id]
         exists, queue = load.exists, load.queue
         running, queued = exists.sum, queue.sum  # the LoRA loads

@@ -10,7 +10,7 @@ until all miss. Estimates for the request r on a worker with seats, or KV memory
     ttft    = wait + Pre(r) + r's adapter + 1.5 * Dec(rows)
 
 L is the average response length; in `turn`, the average rest of a running request if that is more. Waiting requests run in
-order of urgency (`batch_admission`), so the requests before r are those in its band of objectives or a more urgent one. u is
+order of urgency (`step.batch_admission`), so those before r are in its band of objectives or a more urgent one. u is
 the share of running rows that are more urgent than r: under steady overload this share of the seats goes to requests that
 come later and overtake r.
 

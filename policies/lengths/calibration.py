@@ -3,7 +3,7 @@
 Every finished request has a *level*: the probability that the model, before it knew the length, gave to shorter ones. If the
 model is calibrated, levels are uniform over 0..1. If 90% of them lie below 0.8, the model's 0.8 is the real 0.9. Levels are
 counted per adapter and over all requests; older ones weigh less. The counts also compare the model with the histogram of the
-adapter's lengths (`length_quantiles`) by the loss of their quantiles, so the better of the two answers.
+adapter's lengths (`quantiles`) by the loss of their quantiles, so the better of the two answers.
 
 The number of adapters is bounded: the least recently counted is evicted.
 """

@@ -1,4 +1,4 @@
-"""A request's output length as a distribution, from a linear model over hashed features (`length_features`).
+"""A request's output length as a distribution, from a linear model over hashed features (`features`).
 
     x        text block: tf-idf, length 1      side block: SIDE_WEIGHT per feature
     P(length > edges[k]) = offset[k] + x . weights[:, k]        clipped to 0..1, falling in k

@@ -55,7 +55,7 @@ EVERY = 4
 
 
 class Lender(Protocol):
-    """The lender of the copy's memory: `memory_boundary.Boundary` or `SpareMemory`."""
+    """The lender of the copy's memory: `policies.memory.boundary.Boundary` or `SpareMemory`."""
 
     @property
     def lent_bytes(self) -> int:

@@ -23,7 +23,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class FittedModel(msgspec.Struct, frozen=True):
-    """A model, and levels for its calibration (`length_calibration`).
+    """A model, and levels for its calibration (`policies.lengths.calibration`).
 
     A second model, fitted on four fifths of the requests, gave these levels to the remaining fifth.
     """

@@ -1,7 +1,7 @@
 """/openapi.json and /docs: the API's description, generated from the types that parse requests and describe answers.
 
-Request bodies come from `protocol` and `adapters_api`, with the unserved fields of `fields`; answers come from `schemas`.
-Swagger UI comes from an installed package, so the page needs no internet access.
+Request bodies come from `openai.protocol` and `adapters_api`, with the unserved fields of `openai.fields`; answers come from
+`openai.schemas`. Swagger UI comes from an installed package, so the page needs no internet access.
 """
 
 from __future__ import annotations

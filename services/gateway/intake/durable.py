@@ -117,7 +117,7 @@ class DurableRequest:
     async def ok(self, answer: dict[str, Any], made_by: MadeBy, held: Part, bytes_max: int) -> bytes:
         """The result that holds `answer`, the OpenAI response body, and what made it.
 
-        Raises AnswerTooLarge, or Overloaded (`encoding.hold`).
+        Raises AnswerTooLarge, or Overloaded (`owner.encoding.hold`).
         """
         made = {"adapter": made_by.adapter or None, "base": made_by.base, "engine": made_by.engine}
         result = {"request_id": self.request_id, "status": "ok", "made_by": made, "response": answer}

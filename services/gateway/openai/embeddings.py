@@ -116,7 +116,7 @@ def parse(body: bytes) -> EmbeddingRequest:
 
 
 async def collect(owner: Owner, prepared: PreparedEmbeddings, held: Part) -> Answer:
-    """Run a request to its end and return OpenAI's answer, the body for `encoding.encoded`.
+    """Run a request to its end and return OpenAI's answer, the body for `owner.encoding.encoded`.
 
     Raises the MotetError of the first input that fails; the others are cancelled then.
     """
