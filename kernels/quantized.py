@@ -1,6 +1,6 @@
 """Matrices of 8- or 4-bit integers with scales, as quantized checkpoints store them, and rounding to them.
 
-whole = round_to(weight, 4)             WholeNumbers
+whole = round_to(weight, 4)             QuantizedMatrix
 whole.floats(torch.float32)             what they stand for
 """
 
@@ -16,7 +16,7 @@ GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class WholeNumbers:
+class QuantizedMatrix:
     """A quantized matrix [out, in]: scale * (value - zero).
 
     Each output has a scale and a zero point per `group_size` inputs.
@@ -50,7 +50,7 @@ class WholeNumbers:
         return _by_input(of, max(self.group_size // GROUP, 1), groups).half().contiguous()
 
 
-def joined(parts: Sequence[WholeNumbers]) -> WholeNumbers:
+def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """Matrices of equal inputs, bits and groups, one below the other.
 
     If all zero points are in the middle, they become None.
@@ -61,10 +61,10 @@ def joined(parts: Sequence[WholeNumbers]) -> WholeNumbers:
         zeros = torch.cat([torch.full_like(p.scales, p.middle).float() if p.zeros is None else p.zeros for p in parts])
         zeros = None if bool((zeros == first.middle).all()) else zeros
     values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
-    return WholeNumbers(first.bits, values, scales, zeros, first.group_size)
+    return QuantizedMatrix(first.bits, values, scales, zeros, first.group_size)
 
 
-def round_to(weight: torch.Tensor, bits: int) -> WholeNumbers:
+def round_to(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
     """`weight` [out, in] as the compiled kernels round it.
 
     8 bits: one float32 scale per output, 127 steps to either side. 4 bits: one float16 scale per output and GROUP inputs, and
@@ -75,14 +75,14 @@ def round_to(weight: torch.Tensor, bits: int) -> WholeNumbers:
         largest = floats.abs().amax(1, keepdim=True)
         inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
         values = (floats * inverse).round_().add_(128)
-        return WholeNumbers(8, values.to(torch.uint8), largest / 127, None, weight.shape[1])
+        return QuantizedMatrix(8, values.to(torch.uint8), largest / 127, None, weight.shape[1])
     groups = torch.nn.functional.pad(floats, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     sizes = groups.abs()
     places = torch.arange(GROUP).where(sizes == sizes.amax(2, keepdim=True), GROUP).amin(2, keepdim=True)
     scales = (groups.gather(2, places) / -8).half()
     inverse = torch.where(scales != 0, 1 / scales.float(), 0)
     values = (groups * inverse).clamp_(-8, 7).round_().add_(8)
-    return WholeNumbers(4, values.to(torch.uint8).flatten(1)[:, : weight.shape[1]], scales[:, :, 0], None, GROUP)
+    return QuantizedMatrix(4, values.to(torch.uint8).flatten(1)[:, : weight.shape[1]], scales[:, :, 0], None, GROUP)
 
 
 def _by_input(per_group: torch.Tensor, group_size: int, count: int) -> torch.Tensor:

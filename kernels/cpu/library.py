@@ -21,7 +21,7 @@ import torch
 
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas, build
 from motet.kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
-from motet.kernels.quantized import WholeNumbers
+from motet.kernels.quantized import QuantizedMatrix
 from motet.kernels.types import kv_block_bytes
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -500,7 +500,7 @@ class Packer:
             scale = scale and scale + 4 * len(part)
         return packed
 
-    def whole(self, weight: WholeNumbers, bias: torch.Tensor | None = None) -> Packed:
+    def whole(self, weight: QuantizedMatrix, bias: torch.Tensor | None = None) -> Packed:
         """A packed matrix of integers: the values stay as they are, and the scales of groups become float16."""
         n, k = weight.values.shape
         zeros = weight.zeros

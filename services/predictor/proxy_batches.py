@@ -44,7 +44,7 @@ class TextReader(Protocol):
     def above(self, texts: Sequence[str]) -> np.ndarray: ...
 
 
-class ProxyLane:
+class ProxyBatches:
     """One model and the prompts that wait for it."""
 
     def __init__(self, model: TextReader, levels: Sequence[float], trained_on: int) -> None:
@@ -57,7 +57,7 @@ class ProxyLane:
         self._runner: asyncio.Task[None] | None = None
 
     @classmethod
-    def load(cls, directory: str) -> ProxyLane:
+    def load(cls, directory: str) -> ProxyBatches:
         """The model that `motet predictor train` wrote to a directory. Raises ConfigError."""
         from motet.services.predictor.proxy import Proxy  # imports torch, which is needed here only
 

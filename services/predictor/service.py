@@ -2,7 +2,7 @@
 
     Outcome ──► LengthPredictor.observe ──► window ──fit_due──► a process with scikit-learn ──► adopt ──► object store
     PredictRequest ──► LengthPredictor.estimate ──► Prediction
-          └──► with text and --predictor-proxy: ProxyLane, in batches ──┘
+          └──► with text and --predictor-proxy: ProxyBatches, in batches ──┘
 
 Every copy receives every outcome (no queue group), so any copy can answer any request. What was learned is kept in the object
 store `motet_predictor`. A new copy starts from it, and a copy that finds a newer model there takes it instead of fitting one.
@@ -23,7 +23,7 @@ from motet.policies.lengths.predictor import Learned, LengthPredictor
 from motet.services.predictor import codec as coding
 from motet.services.predictor.codec import FittedModel, Task
 from motet.services.predictor.config import PredictorConfig
-from motet.services.predictor.proxy_batches import ProxyLane
+from motet.services.predictor.proxy_batches import ProxyBatches
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
@@ -77,7 +77,7 @@ class PredictorService(BusService):
         self._config = config
         self.predictor = LengthPredictor(config.max_histograms, config.predictor_window)
         self.lengths = self.predictor.lengths
-        self.lane = ProxyLane.load(config.predictor_proxy) if config.predictor_proxy else None
+        self.proxy = ProxyBatches.load(config.predictor_proxy) if config.predictor_proxy else None
         self._store: Objects | None = None
         self._stored = ""  # the id of the state in the store that this copy has read or written last
         self._learned = 0  # outcomes since then
@@ -100,8 +100,8 @@ class PredictorService(BusService):
 
     async def stop(self) -> None:
         await self._stop_keeper()
-        if self.lane is not None:
-            await self.lane.close()
+        if self.proxy is not None:
+            await self.proxy.close()
         await super().stop()
 
     async def _stop_keeper(self) -> None:
@@ -117,8 +117,8 @@ class PredictorService(BusService):
         level = self.predictor.observe(outcome.adapter_digest, outcome.features, outcome.output_tokens)
         if level is not None:
             LEVEL.observe(level)
-        if self.lane is not None:
-            self.lane.observe(outcome.adapter_digest, outcome.features, outcome.output_tokens)
+        if self.proxy is not None:
+            self.proxy.observe(outcome.adapter_digest, outcome.features, outcome.output_tokens)
         self._learned += 1
         OUTCOMES.inc()
         ADAPTERS.set(self.lengths.adapters)
@@ -127,8 +127,8 @@ class PredictorService(BusService):
         began = now_s()
         found = self.predictor.estimate(ask.adapter_digest, ask.features, ask.max_tokens, ask.min_tokens)
         PREDICT_S.observe(now_s() - began)
-        if self.lane is not None and ask.prompt_text:
-            found = await self.lane.estimate(ask, found)
+        if self.proxy is not None and ask.prompt_text:
+            found = await self.proxy.estimate(ask, found)
         PREDICTIONS.labels(found.basis).inc()
         estimate = found.estimate
         return Prediction(p50_tokens=estimate.p50_tokens, p90_tokens=estimate.p90_tokens, samples=estimate.samples)

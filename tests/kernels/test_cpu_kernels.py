@@ -14,7 +14,7 @@ import torch
 
 from motet.kernels import GROUPS, AttentionBatch, KvCache, LoraPool, PackedLora, attend
 from motet.kernels.cpu import CpuEngine, Packer, available_isas
-from motet.kernels.quantized import WholeNumbers, round_to
+from motet.kernels.quantized import QuantizedMatrix, round_to
 from tests.support_integers import to_4_bits, to_8_bits
 from tests.support_kv import Layer, stored
 
@@ -133,7 +133,7 @@ def test_whole_numbers_of_a_checkpoint_are_multiplied_as_they_are(engine: CpuEng
         x, bias = torch.randn(rows, k, generator=draw) * 10, torch.randn(n, generator=draw)
         anywhere = torch.randint(0, 2**bits + 1, (n, groups), generator=draw).float()
         for zeros in (None, anywhere):
-            whole = WholeNumbers(bits, values, scales, zeros, size)
+            whole = QuantizedMatrix(bits, values, scales, zeros, size)
             y = torch.full((rows, n), float("nan"))
             engine.gemm([Packer(engine).whole(whole, bias)], x, y, dtype)
             group = torch.arange(k) // size
@@ -188,7 +188,9 @@ def test_the_largest_whole_numbers_are_added_without_loss(engine: CpuEngine, bit
     x = torch.where(torch.arange(rows)[:, None] % 2 == 0, 127.0, -127.0).expand(rows, k).contiguous()
     for zeros in (None, torch.zeros(n, 1)):
         y = torch.full((rows, n), float("nan"))
-        engine.gemm([Packer(engine).whole(WholeNumbers(bits, largest, torch.ones(n, 1).half(), zeros, k))], x, y, torch.float32)
+        engine.gemm(
+            [Packer(engine).whole(QuantizedMatrix(bits, largest, torch.ones(n, 1).half(), zeros, k))], x, y, torch.float32
+        )
         shift = 2 ** (bits - 1) if zeros is None else 0
         assert torch.equal(y, (x.double() @ (largest.double() - shift).T).float())
 

@@ -29,7 +29,7 @@ from motet.services.gateway.openai.prepare import Prepared
 from motet.services.gateway.openai.prompt import Prompts
 from motet.services.gateway.openai.unknown_model import unknown_model
 from motet.services.gateway.owner.encoding import PartsResponse, encoded
-from motet.services.gateway.owner.lost_workers import Absent
+from motet.services.gateway.owner.lost_workers import LostWorker
 from motet.services.gateway.owner.made_by import HEADERS as MADE_BY_HEADERS
 from motet.services.gateway.owner.made_by import MadeBy
 from motet.services.gateway.tenants.auth import caller_of
@@ -324,7 +324,7 @@ def _card(name: str, created_s: int, root: str, parent: str | None, max_model_le
     }
 
 
-def _absent(absent: Absent) -> dict[str, Any]:
+def _absent(absent: LostWorker) -> dict[str, Any]:
     now = now_s()
     return {
         "worker_id": absent.worker_id,
@@ -353,7 +353,7 @@ async def _status(gateway: Gateway, *, plan: bool) -> dict[str, Any]:
         "scheduler_id": None,
         "workers": [],
         "plans": [],
-        "absent_workers": [_absent(absent) for absent in gateway.fleet.absent.all(now_s())],
+        "absent_workers": [_absent(absent) for absent in gateway.fleet.lost.all(now_s())],
         "error": None,
     }
     try:

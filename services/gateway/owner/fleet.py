@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from motet.policies.cluster.worker_book import Holdings, Shelf, WorkerBook
-from motet.services.gateway.owner.lost_workers import Absentees
+from motet.services.gateway.owner.lost_workers import LostWorkers
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
@@ -26,7 +26,7 @@ class Fleet:
         self._shelf = Shelf()
         self._book = WorkerBook(self._shelf)
         self._newcomer = asyncio.Event()
-        self.absent = Absentees(base_model)
+        self.lost = LostWorkers(base_model)
 
     async def start(self) -> None:
         """Start listening; the state is complete after one heartbeat."""
@@ -34,7 +34,7 @@ class Fleet:
         await self._bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
 
     def _on_notice(self, notice: WorkerNotice) -> None:
-        self.absent.on_notice(notice, now_s())
+        self.lost.on_notice(notice, now_s())
         if notice.event == "failed":
             log.warning("worker failed", extra={"worker": notice.worker_id, "reason": notice.reason})
 
@@ -44,7 +44,7 @@ class Fleet:
         elif state.limits.base_model == self.base_model:
             known = state.worker_id in self._book
             if self._book.snapshot(state, now_s()):
-                self.absent.on_state(state.worker_id, state.incarnation)
+                self.lost.on_state(state.worker_id, state.incarnation)
                 if not known:
                     self._newcomer.set()
                     self._newcomer = asyncio.Event()
@@ -70,15 +70,15 @@ class Fleet:
     def lose(self, worker_id: str) -> None:
         """Remove a worker whose lease expired or that is silent."""
         if self._book.forget(worker_id):
-            self.absent.on_lost(worker_id, now_s())
+            self.lost.on_lost(worker_id, now_s())
 
     def coming(self) -> bool:
         """Whether no worker serves yet but one is loading its model, which takes minutes for a large model."""
-        return not self.workers() and self.absent.loading(now_s())
+        return not self.workers() and self.lost.loading(now_s())
 
     def why_none_serves(self) -> str:
         """Why no worker serves the base model, for operators: with the reasons that failed workers gave."""
-        return "; ".join([f"no worker serves {self.base_model}", *self.absent.sentences(now_s())])
+        return "; ".join([f"no worker serves {self.base_model}", *self.lost.sentences(now_s())])
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
         """Whether a snapshot taken after `since_s` shows that the worker does not have this request."""

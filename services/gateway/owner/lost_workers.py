@@ -22,10 +22,10 @@ TOLD = 3
 HOPED_FOR = 3  # starts of a worker that has not served since: more look like a worker that cannot
 FORGET_S = 600.0
 
-AbsentState = Literal["loading", "failed", "lost", "stopped"]
+LostState = Literal["loading", "failed", "lost", "stopped"]
 
 
-class Absent(msgspec.Struct, kw_only=True):
+class LostWorker(msgspec.Struct, kw_only=True):
     """A worker that does not serve. `starts`: how often it has started since it last served.
 
     `at_s`: time of the last change.
@@ -33,7 +33,7 @@ class Absent(msgspec.Struct, kw_only=True):
 
     worker_id: str
     incarnation: str
-    state: AbsentState
+    state: LostState
     words: str
     starts: int
     at_s: float
@@ -51,18 +51,18 @@ class Absent(msgspec.Struct, kw_only=True):
         return text if self.starts < 2 else f"{text} [start {self.starts}]"
 
 
-class Absentees:
+class LostWorkers:
     """Follows notices, states and leases of all workers of one base model."""
 
     def __init__(self, base_model: str) -> None:
         self._base_model = base_model
-        self._absent: dict[str, Absent] = {}  # in the order of `at_s`
+        self._absent: dict[str, LostWorker] = {}  # in the order of `at_s`
 
     def on_notice(self, notice: WorkerNotice, now_s: float) -> None:
         """Take in a worker's notice."""
         if notice.base_model != self._base_model:
             return
-        state: AbsentState = "loading" if notice.event == "starting" else notice.event
+        state: LostState = "loading" if notice.event == "starting" else notice.event
         before = self._absent.get(notice.worker_id)
         starts = (before.starts if before else 0) + (state == "loading")
         self._put(notice.worker_id, notice.incarnation, state, notice.reason, starts, now_s)
@@ -78,7 +78,7 @@ class Absentees:
         if known is not None and not (known.state in ("failed", "stopped") and known.incarnation == incarnation):
             del self._absent[worker_id]
 
-    def all(self, now_s: float) -> list[Absent]:
+    def all(self, now_s: float) -> list[LostWorker]:
         """All absent workers that did not stop on purpose, the latest change first."""
         while self._absent and (now_s - (oldest := next(iter(self._absent.values()))).at_s > FORGET_S):
             del self._absent[oldest.worker_id]
@@ -99,9 +99,9 @@ class Absentees:
         counts = Counter(absent.state for absent in self.all(now_s))
         return ", ".join(f"{count} {state}" for state, count in counts.items())
 
-    def _put(self, worker_id: str, incarnation: str, state: AbsentState, words: str, starts: int, now_s: float) -> None:
+    def _put(self, worker_id: str, incarnation: str, state: LostState, words: str, starts: int, now_s: float) -> None:
         self._absent.pop(worker_id, None)
-        self._absent[worker_id] = Absent(
+        self._absent[worker_id] = LostWorker(
             worker_id=worker_id, incarnation=incarnation, state=state, words=words, starts=starts, at_s=now_s
         )
         if len(self._absent) > KEPT:

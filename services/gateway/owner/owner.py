@@ -37,7 +37,7 @@ from motet.services.gateway.owner.encoding import ANSWERS_BYTES_MAX
 from motet.services.gateway.owner.fleet import Fleet
 from motet.services.gateway.owner.made_by import MadeBy, made_by
 from motet.services.gateway.owner.observe import observe
-from motet.services.gateway.owner.pings import Pulse
+from motet.services.gateway.owner.pings import Pings
 from motet.services.gateway.owner.stream import Job, Signal, SlowReader, Stream
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -113,7 +113,7 @@ class Owner:
         self.answers = TenantShares(ANSWERS_BYTES_MAX)  # bytes of whole answers that are being made or sent
         self._holder = LeaseHolder(bus, "gateway", gateway_id, secrets.token_hex(8))
         self._leases = LeaseWatch(bus, "worker", self._on_lost, self._holder)
-        self._pulse = Pulse(bus, self._holders, self._on_lost)
+        self._pings = Pings(bus, self._holders, self._on_lost)
         self._submits: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
 
@@ -126,7 +126,7 @@ class Owner:
         await self._leases.start()
         await self._holder.start()
         self._watch = self._bus.spawn(self._keep_watch())
-        self._pulse.start()
+        self._pings.start()
 
     def made_by(self, stream: Stream) -> MadeBy:
         """What makes a stream's answer, by the worker that has or had it last."""
@@ -146,7 +146,7 @@ class Owner:
             self._abort(stream, Unavailable("the gateway is shutting down"), "shutdown")
         if self._watch is not None:
             self._watch.cancel()
-        self._pulse.stop()
+        self._pings.stop()
         with contextlib.suppress(MotetError):
             await self._holder.release()
 
@@ -202,7 +202,7 @@ class Owner:
         except MotetError as error:
             if isinstance(error, Overloaded) and error.retry_after_s is not None:
                 self._refusals.add(*_demands(job), error.message, error.retry_after_s, now_s())
-            if isinstance(error, Unavailable) and not self._fleet.workers() and (known := self._fleet.absent.summary(now_s())):
+            if isinstance(error, Unavailable) and not self._fleet.workers() and (known := self._fleet.lost.summary(now_s())):
                 error.message += f" (workers: {known}; GET /v1/status tells more)"
             self._abort(stream, error, error.code)
             raise
@@ -297,7 +297,7 @@ class Owner:
         elif stream.worker_id is None:
             stream.worker_id = reply.worker_id
             stream.sign_s = now_s()
-            self._pulse.heard(reply.worker_id)
+            self._pings.heard(reply.worker_id)
 
     def _resume(self, stream: Stream, why: str, lost_worker: str | None = None) -> None:
         """Continue on another worker (or the same) with all tokens so far."""
@@ -402,7 +402,7 @@ class Owner:
 
     def _on_frame(self, frame: TokenFrame) -> None:
         worker_id, active, now = frame.worker_id, self._active, now_s()
-        self._pulse.heard(worker_id)
+        self._pings.heard(worker_id)
         for item in frame.items:
             stream = active.get(item.request_id)
             if stream is None or item.epoch != stream.epoch:

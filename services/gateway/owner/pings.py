@@ -27,7 +27,7 @@ from motet.shared.errors import DeadlineExceeded, Unavailable
 from motet.shared.messages import Ping, Pong
 from motet.shared.telemetry import logger
 
-log = logger("motet.pulse")
+log = logger("motet.pings")
 LOOK_S = 0.025
 QUIET_S = 0.06  # a worker in the middle of a batch sends a frame more often than this, or has a moment to answer
 AGAIN_S = 0.04  # between questions; a live worker whose connection broke is back within this
@@ -40,7 +40,7 @@ GRACE_S = 2.0
 STRANGER_EVERY_S = 5.0  # how often one is asked that has never answered
 
 
-class Pulse:
+class Pings:
     """Detects dead and silent workers and calls `on_lost(worker_id)` for each.
 
     `holders()`: the workers that hold our requests.

@@ -13,7 +13,7 @@ from motet.kernels.device.driver import DriverError
 from motet.kernels.device.virtual_memory import physical_pages
 from motet.kernels.memory import expect, reserved
 from motet.kernels.pages import PhysicalPages
-from motet.kernels.quantized import WholeNumbers
+from motet.kernels.quantized import QuantizedMatrix
 from motet.kernels.types import kv_block_bytes
 from motet.services.worker.engines.model_config import ModelConfig, read_model_config
 from motet.services.worker.native.backend import BackendOptions
@@ -150,7 +150,7 @@ def _reporting(makers: Makers[M], total: int, loaded: Callable[[float], None]) -
         count(sum(part.numel() for part in parts))
         return made
 
-    def whole(numbers: WholeNumbers, bias: torch.Tensor | None) -> M:
+    def whole(numbers: QuantizedMatrix, bias: torch.Tensor | None) -> M:
         assert makers.whole is not None
         made = makers.whole(numbers, bias)
         count(numbers.values.numel())

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from motet.kernels.quantized import WholeNumbers, joined
+from motet.kernels.quantized import QuantizedMatrix, joined
 from motet.services.worker.engines.model_config import ModelConfig
 from motet.services.worker.engines.safetensors_files import opened
 from motet.services.worker.native.checkpoint import EMBEDDING, HEAD, check_files, float_shapes, unread
@@ -75,7 +75,7 @@ class Makers(Generic[M]):
 
     linear: MakeLinear[M]
     head: MakeLinear[M] | None = None  # of the matrix to the vocabulary, where another
-    whole: Callable[[WholeNumbers, torch.Tensor | None], M] | None = None  # of a quantized checkpoint; None: as floats
+    whole: Callable[[QuantizedMatrix, torch.Tensor | None], M] | None = None  # of a quantized checkpoint; None: as floats
     reads: bool = True  # False: the matrices exist already, and parts that are mapped from a file are not read
 
 

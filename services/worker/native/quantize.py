@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from motet.kernels.quantized import GROUP, WholeNumbers, round_to
+from motet.kernels.quantized import GROUP, QuantizedMatrix, round_to
 from motet.services.worker.engines.model_config import read_model_config
 from motet.services.worker.engines.safetensors_files import INDEX, opened
 from motet.services.worker.native.checkpoint import check_files, projection_names
@@ -101,7 +101,7 @@ def describe(bits: int) -> dict[str, Any]:
     }
 
 
-def _tensors(whole: WholeNumbers) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(whole: QuantizedMatrix) -> Iterator[tuple[str, torch.Tensor]]:
     """(last part of the name, tensor) of a module."""
     yield "weight_scale", whole.scales
     if whole.bits == 8:

@@ -1,4 +1,4 @@
-"""Tensors of quantized checkpoints as WholeNumbers: `n` outputs, `k` inputs, `g` groups, words of 32 bits.
+"""Tensors of quantized checkpoints as QuantizedMatrix: `n` outputs, `k` inputs, `g` groups, words of 32 bits.
 
     gptq, gptq_v2   qweight [words of k, n], scales [g, n], qzeros [g, words of n], g_idx [k] (optional); gptq stores zeros - 1
     awq             qweight [k, words of n], scales [g, n], qzeros [g, words of n]; a word has outputs 0, 2, 4, 6, 1, 3, 5, 7
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from motet.kernels.quantized import WholeNumbers
+from motet.kernels.quantized import QuantizedMatrix
 from motet.services.worker.engines.quantization_config import Quantization
 from motet.shared.hf_config import UnsupportedModel
 
@@ -24,7 +24,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Positions of the outputs 0 to 7 in a 32-bit word of AWQ."""
 
 
-def read_module(q: Quantization, module: str, n: int, k: int, get: Callable[[str], torch.Tensor | None]) -> WholeNumbers:
+def read_module(q: Quantization, module: str, n: int, k: int, get: Callable[[str], torch.Tensor | None]) -> QuantizedMatrix:
     """The weights of a quantized `module`. `get` returns a tensor of the checkpoint, with its shape checked, or None.
 
     Raises UnsupportedModel for invalid content.
@@ -56,7 +56,7 @@ def read_module(q: Quantization, module: str, n: int, k: int, get: Callable[[str
         raise UnsupportedModel(f"{module} has scales that are not finite numbers of float16")
     scales = scales.expand(n, 1) if q.per_tensor else scales
     zeros = zeros.expand(n, 1) if zeros is not None and q.per_tensor else zeros
-    return WholeNumbers(q.bits, values, scales.contiguous(), zeros, q.group_size or k)
+    return QuantizedMatrix(q.bits, values, scales.contiguous(), zeros, q.group_size or k)
 
 
 def _unsigned(values: torch.Tensor) -> torch.Tensor:

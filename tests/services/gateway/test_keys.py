@@ -249,7 +249,7 @@ async def test_a_probe_without_a_key_learns_whether_it_is_ready_and_an_administr
             worker_id="w9", incarnation="1", base_model="demo", event="failed", reason="no file /srv/secret/model"
         )
         await bus.publish(subjects.notice("w9"), words)
-        await eventually(lambda: gateway.fleet.absent.all(0.0))
+        await eventually(lambda: gateway.fleet.lost.all(0.0))
         door = Door(gateway, http)
         status, body = await door.ask("GET", "/ready")
         assert (status, body["ready"]) == (503, False) and "/srv/secret/model" in str(body["reasons"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from motet.services.gateway.owner.lost_workers import FORGET_S, KEPT, Absentees
+from motet.services.gateway.owner.lost_workers import FORGET_S, KEPT, LostWorkers
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.messages import WorkerNotice
@@ -21,7 +21,7 @@ def notice(
 
 
 def test_a_failed_worker_is_named_with_its_reason_and_how_often_it_began() -> None:
-    absent = Absentees("demo")
+    absent = LostWorkers("demo")
     for start in range(3):
         absent.on_notice(notice("starting", incarnation=str(start)), 10.0 * start)
         absent.on_notice(notice("failed", "no space left on device", incarnation=str(start)), 10.0 * start + 1)
@@ -30,7 +30,7 @@ def test_a_failed_worker_is_named_with_its_reason_and_how_often_it_began() -> No
 
 
 def test_a_worker_that_loads_its_model_is_reported_as_loading() -> None:
-    absent = Absentees("demo")
+    absent = LostWorkers("demo")
     absent.on_notice(notice("starting"), 1.0)
     assert absent.sentences(5.0) == ["w1 has been loading its model for 4 s"]
     absent.on_state("w1", "first")
@@ -38,7 +38,7 @@ def test_a_worker_that_loads_its_model_is_reported_as_loading() -> None:
 
 
 def test_a_worker_that_restarts_again_and_again_does_not_count_as_loading() -> None:
-    absent = Absentees("demo")
+    absent = LostWorkers("demo")
     for start in range(4):
         absent.on_notice(notice("starting", incarnation=str(start)), 10.0 * start)
         assert absent.loading(10.0 * start) == (start < 3)
@@ -48,14 +48,14 @@ def test_a_worker_that_restarts_again_and_again_does_not_count_as_loading() -> N
 
 
 def test_a_killed_worker_is_lost_without_a_reason() -> None:
-    absent = Absentees("demo")
+    absent = LostWorkers("demo")
     absent.on_lost("w1", 1.0)
     assert "w1 was lost 2 s ago without a word" in absent.sentences(3.0)[0]
 
 
 @pytest.mark.parametrize(("event", "shown"), [("stopped", 0), ("failed", 1)])
 def test_what_a_worker_said_at_its_end_outlives_its_lease_and_a_late_state(event: str, shown: int) -> None:
-    absent = Absentees("demo")
+    absent = LostWorkers("demo")
     absent.on_notice(notice(event), 1.0)
     absent.on_state("w1", "first")
     absent.on_lost("w1", 2.0)
@@ -65,13 +65,13 @@ def test_what_a_worker_said_at_its_end_outlives_its_lease_and_a_late_state(event
 
 
 def test_workers_of_other_base_models_are_ignored() -> None:
-    absent = Absentees("demo")
+    absent = LostWorkers("demo")
     absent.on_notice(notice("failed", model="another"), 1.0)
     assert not absent.all(1.0)
 
 
 def test_what_is_remembered_of_absent_workers_is_bounded_in_number_and_age() -> None:
-    absent = Absentees("demo")
+    absent = LostWorkers("demo")
     for number in range(KEPT + 10):
         absent.on_notice(notice("failed", worker_id=f"w{number}"), float(number))
     assert len(absent.all(KEPT + 10.0)) == KEPT
@@ -85,7 +85,7 @@ async def test_a_gateway_without_workers_says_why_in_its_readiness_its_status_an
     async with running_gateway(nats_url, tmp_path, instance_id="g2") as gateway:
         url = f"http://127.0.0.1:{gateway.port}"
         await bus.publish(subjects.notice("w9"), notice("failed", "libcuda.so.1 is missing", worker_id="w9"))
-        await eventually(lambda: gateway.fleet.absent.all(0.0))
+        await eventually(lambda: gateway.fleet.lost.all(0.0))
         async with http.get(f"{url}/ready") as answer:
             assert answer.status == 503
             assert "no worker serves demo; w9 failed 0 s ago: libcuda.so.1 is missing" in (await answer.json())["reasons"]
@@ -101,5 +101,5 @@ async def test_a_gateway_without_workers_says_why_in_its_readiness_its_status_an
 async def test_a_worker_that_reports_again_is_not_absent(mesh: Mesh, bus: Bus) -> None:
     fleet = mesh.gateway.fleet
     fleet.lose("w1")
-    assert [one.worker_id for one in fleet.absent.all(0.0)] == ["w1"]
-    await eventually(lambda: not fleet.absent.all(0.0) and "w1" in fleet.workers())
+    assert [one.worker_id for one in fleet.lost.all(0.0)] == ["w1"]
+    await eventually(lambda: not fleet.lost.all(0.0) and "w1" in fleet.workers())

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from motet.cli.nats_server import NatsServer
-from motet.services.gateway.owner import pings as pulse
+from motet.services.gateway.owner import pings
 from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.fleet import Fleet
 from motet.services.gateway.owner.owner import Owner
@@ -23,10 +23,10 @@ from tests.support import eventually
 
 @pytest.fixture
 async def mesh(connect: Connect, bus: Bus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
-    """The mesh of the owner's tests with leases that never end, so that only the pulse can notice a dead worker."""
+    """The mesh of the owner's tests with leases that never end, so that only pings can notice a dead worker."""
     monkeypatch.setattr(leases, "EXPIRY_S", 600.0)
-    monkeypatch.setattr(pulse, "GRACE_S", 0.2)
-    monkeypatch.setattr(pulse, "STRANGER_EVERY_S", 0.1)
+    monkeypatch.setattr(pings, "GRACE_S", 0.2)
+    monkeypatch.setattr(pings, "STRANGER_EVERY_S", 0.1)
     workers = await start_workers(connect, "w1", "w2")
     scheduler = FakeScheduler(await connect("scheduler"), ["w1", "w2"])
     await scheduler.start()
@@ -84,13 +84,13 @@ async def test_a_worker_that_never_answered_is_left_to_its_lease(mesh: Mesh, con
     stream = await mesh.owner.open(job())
     await assigned(old)
     questions: list[float] = []
-    ask = mesh.owner._pulse._ask
+    ask = mesh.owner._pings._ask
 
     async def counted(worker_id: str) -> None:
         await ask(worker_id)
         questions.append(0.0)
 
-    mesh.owner._pulse._ask = counted  # type: ignore[method-assign]
+    mesh.owner._pings._ask = counted  # type: ignore[method-assign]
     await eventually(lambda: len(questions) >= 3)
     assert (stream.worker_id, stream.epoch) == ("w0", 0)
     stream.cancel()
@@ -101,13 +101,13 @@ async def test_a_frozen_broker_is_not_taken_for_frozen_workers(
 ) -> None:
     stream = await begun(mesh)
     doubts: list[bool] = []
-    answers = mesh.owner._pulse._broker_answers
+    answers = mesh.owner._pings._broker_answers
 
     async def watched() -> bool:
         doubts.append(await answers())
         return doubts[-1]
 
-    monkeypatch.setattr(mesh.owner._pulse, "_broker_answers", watched)
+    monkeypatch.setattr(mesh.owner._pings, "_broker_answers", watched)
     os.kill(nats_server.pid, signal.SIGSTOP)
     try:
         await eventually(lambda: doubts)

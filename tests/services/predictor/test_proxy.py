@@ -19,7 +19,7 @@ from motet.policies.lengths.predictor import Predicted
 from motet.policies.lengths.quantiles import Estimate
 from motet.services.predictor import proxy
 from motet.services.predictor.examples import example, read_examples
-from motet.services.predictor.proxy_batches import BATCH_MAX, WAITING_MAX, ProxyLane
+from motet.services.predictor.proxy_batches import BATCH_MAX, WAITING_MAX, ProxyBatches
 from motet.services.predictor.service import PredictorService
 from motet.shared import subjects
 from motet.shared.config import ConfigError
@@ -136,8 +136,8 @@ def ask(text: str, adapter: str = "") -> PredictRequest:
 
 async def test_prompts_that_arrive_together_are_answered_in_few_batches() -> None:
     model = Scripted()
-    lane = ProxyLane(model, [], 100)
-    found = await asyncio.gather(*(lane.estimate(ask("short" if n % 2 else "a long prompt"), OTHER) for n in range(100)))
+    proxy = ProxyBatches(model, [], 100)
+    found = await asyncio.gather(*(proxy.estimate(ask("short" if n % 2 else "a long prompt"), OTHER) for n in range(100)))
     assert {one.estimate.p50_tokens > 500 for one in found[::2]} == {True}
     assert {one.estimate.p50_tokens < 20 for one in found[1::2]} == {True}
     assert max(model.batches) <= BATCH_MAX and len(model.batches) <= 5 and found[0].basis == "proxy"
@@ -145,21 +145,21 @@ async def test_prompts_that_arrive_together_are_answered_in_few_batches() -> Non
 
 async def test_without_an_answer_of_the_proxy_the_other_prediction_is_used() -> None:
     model = Scripted()
-    lane = ProxyLane(model, [], 100)
-    found = await asyncio.gather(*(lane.estimate(ask("short"), OTHER) for _ in range(WAITING_MAX + 50)))
+    proxy = ProxyBatches(model, [], 100)
+    found = await asyncio.gather(*(proxy.estimate(ask("short"), OTHER) for _ in range(WAITING_MAX + 50)))
     assert 0 < sum(one is OTHER for one in found) <= 50
     model.broken = True
-    assert await lane.estimate(ask("short"), OTHER) is OTHER
-    await lane.close()
+    assert await proxy.estimate(ask("short"), OTHER) is OTHER
+    await proxy.close()
 
 
 async def test_where_the_proxy_has_been_worse_the_other_prediction_is_used() -> None:
-    lane = ProxyLane(Scripted(), [], 100)
+    proxy = ProxyBatches(Scripted(), [], 100)
     for number in range(60):
         request = ask(f"a long prompt {number}", "d")
-        await lane.estimate(request, OTHER)
-        lane.observe("d", request.features, 50)
-    assert await lane.estimate(ask("a long prompt", "d"), OTHER) is OTHER
+        await proxy.estimate(request, OTHER)
+        proxy.observe("d", request.features, 50)
+    assert await proxy.estimate(ask("a long prompt", "d"), OTHER) is OTHER
 
 
 async def test_a_predictor_with_a_proxy_reads_the_texts_that_gateways_send(connect, predictor, trained):  # noqa: F811
@@ -173,4 +173,4 @@ async def test_a_predictor_with_a_proxy_reads_the_texts_that_gateways_send(conne
         outcome = Outcome(adapter_digest="", prompt_tokens=5, output_tokens=reply.p50_tokens, features=features(text))
         await bus.publish(subjects.OUTCOME, outcome)
     assert min(lengths.values()) < 20 < 100 < max(lengths.values())
-    await eventually(lambda: service.lane is not None and service.lane.calibration.all.samples == 2)
+    await eventually(lambda: service.proxy is not None and service.proxy.calibration.all.samples == 2)
