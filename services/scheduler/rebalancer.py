@@ -30,7 +30,7 @@ from motet.shared.messages import Lease, Move, MoveStatus, PlanStatus
 from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler.rebalancer")
-KEY = "planner.scheduler"
+KEY = "planner.scheduler"  # as earlier versions and permissions name it
 LOOK_S = 0.25
 STOP_S = 1.5  # a holder that has not renewed for this long plans no more; shorter than EXPIRY_S
 

@@ -1,4 +1,4 @@
-"""Tensors of quantized checkpoints as QuantizedMatrix: `n` outputs, `k` inputs, `g` groups, words of 32 bits.
+"""Tensors of quantized checkpoints as `QuantizedMatrix`: `n` outputs, `k` inputs, `g` groups, words of 32 bits.
 
     gptq, gptq_v2   qweight [words of k, n], scales [g, n], qzeros [g, words of n], g_idx [k] (optional); gptq stores zeros - 1
     awq             qweight [k, words of n], scales [g, n], qzeros [g, words of n]; a word has outputs 0, 2, 4, 6, 1, 3, 5, 7
