@@ -26,9 +26,11 @@ from motet.shared.bus import Bus, encode
 from motet.shared.clock import unix_ms
 from motet.shared.config import BusConfig
 from motet.shared.leases import LeaseHolder
-from motet.shared.messages import Assigned, Cancel, Control, GenerateRequest, StreamItem, TokenFrame, WorkerSnapshot
 from motet.shared.model import PerfModel, WorkerLimits
 from motet.shared.provision import provision
+from motet.shared.wire.request import Assigned, Cancel, Control, GenerateRequest
+from motet.shared.wire.stream import StreamItem, TokenFrame
+from motet.shared.wire.worker_state import WorkerSnapshot
 
 STREAM_TOKENS = 2000
 VOCABULARY = 1000

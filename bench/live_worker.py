@@ -31,10 +31,12 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import BusConfig, load
 from motet.shared.errors import Unavailable
-from motet.shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
 from motet.shared.model import AdapterRef, SamplingParams, Slo
 from motet.shared.provision import provision
 from motet.shared.service import run
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import AssignReply, GenerateRequest, pack_tokens
+from motet.shared.wire.stream import TokenFrame
 from motet.twin.workload import Workload
 
 BASE = "bench"

@@ -32,18 +32,11 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import BusConfig
 from motet.shared.errors import Unavailable
-from motet.shared.messages import (
-    AssignReply,
-    Cancel,
-    GenerateRequest,
-    KvOffer,
-    Refused,
-    StreamItem,
-    TokenFrame,
-    pack_tokens,
-)
 from motet.shared.model import SamplingParams, Slo
 from motet.shared.provision import provision
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import AssignReply, Cancel, GenerateRequest, KvOffer, pack_tokens
+from motet.shared.wire.stream import StreamItem, TokenFrame
 
 MODEL, QUICK_MODEL = "S", "XS"
 CONTEXT, QUICK_CONTEXT = 1800, 400

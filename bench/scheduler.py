@@ -30,8 +30,8 @@ from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, 
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import Assigning, Heard, Taken
 from motet.services.worker.state import WorkerView
-from motet.shared.messages import WorkerState
 from motet.shared.model import PerfModel, Phase, RequestBrief, Residency, WorkerLimits
+from motet.shared.wire.worker_state import WorkerState
 
 WORKERS, RUNNING, RATE = 1000, 256, 3000.0  # workers; requests on each; new requests per second
 ADAPTERS, ON_DEVICE = 2000, 64  # known; resident per worker

@@ -16,12 +16,12 @@ from motet.shared import subjects
 from motet.shared.adapter_chat import AdapterChat
 from motet.shared.bus import Bus
 from motet.shared.kv_watch import KvWatch
-from motet.shared.messages import AdapterInfo
 from motet.shared.model import AdapterEntry, AdapterRef, AdapterVersion
 from motet.shared.refused_adapters import KEY as REFUSED
 from motet.shared.refused_adapters import RefusedAdapters
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED
+from motet.shared.wire.registry import AdapterInfo
 
 log = logger("motet.cli.adapters")
 NAME, PRIVATE, VERSION, CHAT = "name.", "private.", "version.", "chat."

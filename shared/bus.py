@@ -32,9 +32,9 @@ from motet.shared import nats_compat
 from motet.shared.clock import now_s
 from motet.shared.config import BusConfig, read_secret
 from motet.shared.errors import DeadlineExceeded, MotetError, Overloaded, TooLarge, Unavailable
-from motet.shared.messages import Refused
 from motet.shared.stores import Stores
 from motet.shared.telemetry import BUS_RECONNECTS, BUS_REFUSED, BUS_REQUEST_S, logger
+from motet.shared.wire.refusal import Refused
 
 T = TypeVar("T")
 log = logger("motet.bus")

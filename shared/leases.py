@@ -21,8 +21,8 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
 from motet.shared.kv import Bucket
 from motet.shared.kv_watch import KvWatch
-from motet.shared.messages import Lease
 from motet.shared.telemetry import logger
+from motet.shared.wire.worker_state import Lease
 
 log = logger("motet.leases")
 RENEW_S = 0.5

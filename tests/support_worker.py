@@ -16,20 +16,6 @@ from motet.shared.bus import Bus
 from motet.shared.clock import unix_ms
 from motet.shared.errors import MotetError
 from motet.shared.leases import LeaseHolder
-from motet.shared.messages import (
-    Accepted,
-    Cancel,
-    Control,
-    GenerateRequest,
-    Ping,
-    Pong,
-    StreamItem,
-    TokenFrame,
-    WorkerDelta,
-    WorkerSnapshot,
-    pack_tokens,
-    unpack_tokens,
-)
 from motet.shared.model import (
     AdapterRef,
     FinishReason,
@@ -41,6 +27,9 @@ from motet.shared.model import (
     Slo,
     WorkerLimits,
 )
+from motet.shared.wire.request import Accepted, Cancel, Control, GenerateRequest, pack_tokens, unpack_tokens
+from motet.shared.wire.stream import StreamItem, TokenFrame
+from motet.shared.wire.worker_state import Ping, Pong, WorkerDelta, WorkerSnapshot
 
 PERF = PerfModel(
     kernel="mbgmv",

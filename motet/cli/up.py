@@ -27,8 +27,8 @@ from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
 from motet.shared.config import ConfigError
 from motet.shared.errors import MotetError
-from motet.shared.messages import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.tenancy import SHARED
+from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
 
 STATUS_S = 2.0
 

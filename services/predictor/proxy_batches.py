@@ -21,8 +21,8 @@ from motet.policies.lengths.calibration import Calibration, pinball
 from motet.policies.lengths.model import Curve
 from motet.policies.lengths.predictor import CALIBRATED_ADAPTERS, SHARES, Predicted, clipped
 from motet.shared.clock import now_s
-from motet.shared.messages import PredictRequest
 from motet.shared.telemetry import REGISTRY, logger
+from motet.shared.wire.prediction import PredictRequest
 
 log = logger("motet.predictor.proxy")
 BATCH_MAX = 32

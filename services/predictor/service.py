@@ -29,10 +29,10 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError
 from motet.shared.malloc import return_large_buffers
-from motet.shared.messages import Outcome, Prediction, PredictRequest
 from motet.shared.objects import Objects, read_object
 from motet.shared.service import BusService, run
 from motet.shared.telemetry import REGISTRY, logger
+from motet.shared.wire.prediction import Outcome, Prediction, PredictRequest
 
 log = logger("motet.predictor")
 STATE = "state"  # the object's name

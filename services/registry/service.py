@@ -57,7 +57,14 @@ from motet.shared.errors import (
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.malloc import return_large_buffers
-from motet.shared.messages import (
+from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest, is_adapter_name
+from motet.shared.provision import provision
+from motet.shared.refused_adapters import RefusedAdapters, refused
+from motet.shared.service import run
+from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
+from motet.shared.tenancy import SHARED, check_tenant
+from motet.shared.tokenizer import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE
+from motet.shared.wire.registry import (
     AdapterInfo,
     AliasAdapter,
     DeleteAdapter,
@@ -66,15 +73,8 @@ from motet.shared.messages import (
     RegisterAdapter,
     RegistryOk,
     RollbackAdapter,
-    WorkerState,
 )
-from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest, is_adapter_name
-from motet.shared.provision import provision
-from motet.shared.refused_adapters import RefusedAdapters, refused
-from motet.shared.service import run
-from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
-from motet.shared.tenancy import SHARED, check_tenant
-from motet.shared.tokenizer import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE
+from motet.shared.wire.worker_state import WorkerState
 
 log = logger("motet.registry")
 T = TypeVar("T")

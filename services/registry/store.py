@@ -50,13 +50,13 @@ from motet.shared.errors import (
 )
 from motet.shared.kv import Bucket
 from motet.shared.kv_watch import KvWatch
-from motet.shared.messages import AdapterInfo
 from motet.shared.model import ADAPTER_NAME_RULE, AdapterEntry, AdapterVersion, Pin, is_adapter_name
 from motet.shared.objects import Objects, read_object
 from motet.shared.refused_adapters import KEY as REFUSED
 from motet.shared.refused_adapters import RefusedAdapters
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, qualified
+from motet.shared.wire.registry import AdapterInfo
 
 log = logger("motet.registry.store")
 HOLDS = "holds."

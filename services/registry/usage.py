@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 
 from motet.policies.cluster.worker_book import Delta, Known, Shelf, Snapshot, WorkerBook
-from motet.shared.messages import WorkerSnapshot, WorkerState
 from motet.shared.model import RequestBrief, WorkerLimits
+from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
 
 STALE_S = 5.0
 IDLE_S = 60.0  # a gateway tries for half as long to find another worker for a request whose worker is gone

@@ -19,8 +19,9 @@ from motet.policies.cluster.cluster_view import ClusterView
 from motet.policies.cluster.worker_book import Known, WorkerBook
 from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Mark, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.metrics import STATE_GAPS
-from motet.shared.messages import WorkerDelta, WorkerSnapshot, WorkerStatus
 from motet.shared.telemetry import logger
+from motet.shared.wire.admin import WorkerStatus
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
 log = logger("motet.scheduler.cluster")
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import RequestBrief
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
 Mark = Literal["full", "leaving", "silent"]
 

@@ -26,8 +26,10 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError, Unavailable
 from motet.shared.kv import Bucket, KvEntry
 from motet.shared.leases import EXPIRY_S, RENEW_S
-from motet.shared.messages import Lease, Move, MoveStatus, PlanStatus
 from motet.shared.telemetry import logger
+from motet.shared.wire.admin import MoveStatus, PlanStatus
+from motet.shared.wire.request import Move
+from motet.shared.wire.worker_state import Lease
 
 log = logger("motet.scheduler.rebalancer")
 KEY = "planner.scheduler"  # as earlier versions and permissions name it

@@ -37,23 +37,14 @@ from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import DeadlineExceeded, MotetError, Overloaded, Unavailable, from_info
 from motet.shared.leases import LeaseWatch
-from motet.shared.messages import (
-    Assigned,
-    AssignReply,
-    Cancel,
-    ClusterStatus,
-    GenerateRequest,
-    Outcome,
-    Prediction,
-    PredictReply,
-    PredictRequest,
-    Refused,
-    StatusRequest,
-    WorkerState,
-)
 from motet.shared.model import RequestBrief
 from motet.shared.service import BusService, run
 from motet.shared.telemetry import logger
+from motet.shared.wire.admin import ClusterStatus, StatusRequest
+from motet.shared.wire.prediction import Outcome, Prediction, PredictReply, PredictRequest
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import Assigned, AssignReply, Cancel, GenerateRequest
+from motet.shared.wire.worker_state import WorkerState
 
 log = logger("motet.scheduler")
 TICK_S = 0.25

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
-from motet.shared.messages import GenerateRequest, unpack_tokens
 from motet.shared.model import IMAGES_MAX, SamplingParams
+from motet.shared.wire.request import GenerateRequest, unpack_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from motet.services.worker import metrics
 from motet.shared import subjects
 from motet.shared.bus import Bus, encode
 from motet.shared.errors import Unavailable, WorkerLost
-from motet.shared.messages import StreamItem, TokenFrame
 from motet.shared.telemetry import logger
+from motet.shared.wire.stream import StreamItem, TokenFrame
 
 log = logger("motet.worker.frames")
 MAX_LOST = 65_536

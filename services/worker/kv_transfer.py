@@ -33,9 +33,11 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, Conflict, DeadlineExceeded, MotetError, NotFound, Overloaded, Unavailable, from_info
-from motet.shared.messages import KvOffer, KvOpened, KvPart, KvReply, KvRequest, OpenKv, ProbeKv, ReadKv, Refused, pack_tokens
 from motet.shared.model import WorkerLimits
 from motet.shared.telemetry import logger
+from motet.shared.wire.kv import KvOpened, KvPart, KvReply, KvRequest, OpenKv, ProbeKv, ReadKv
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import KvOffer, pack_tokens
 
 log = logger("motet.worker.kv")
 MOVES = 4

@@ -39,9 +39,11 @@ from motet.shared.base_shapes import ATTENTION, read_shapes
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
-from motet.shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
 from motet.shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
 from motet.shared.profile import LinkFacts
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import AssignReply, GenerateRequest, pack_tokens
+from motet.shared.wire.stream import TokenFrame
 
 if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter

@@ -58,20 +58,12 @@ from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.malloc import uncollected
-from motet.shared.messages import (
-    Accepted,
-    Cancel,
-    Control,
-    Drain,
-    GenerateRequest,
-    Ping,
-    Pong,
-    WorkerNotice,
-)
 from motet.shared.model import AdapterRef, AdapterVersion, PerfModel, RequestBrief
 from motet.shared.profile import FileError, Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
+from motet.shared.wire.request import Accepted, Cancel, Control, Drain, GenerateRequest
+from motet.shared.wire.worker_state import Ping, Pong, WorkerNotice
 
 if TYPE_CHECKING:
     from motet.services.worker.native.assemble import Assembly

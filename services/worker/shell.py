@@ -43,8 +43,8 @@ from motet.services.worker.kv_transfer import KvTransfer
 from motet.services.worker.reports import StateReporter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, TooLarge
-from motet.shared.messages import StreamItem
 from motet.shared.telemetry import logger
+from motet.shared.wire.stream import StreamItem
 
 if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter

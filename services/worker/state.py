@@ -9,8 +9,8 @@ adapter bytes and `running_left` are refreshed by whatever message comes next, e
 from __future__ import annotations
 
 from motet.policies.worker.worker_view import View
-from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import PerfModel, WorkerLimits
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
 
 class WorkerView(View):

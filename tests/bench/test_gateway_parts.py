@@ -6,7 +6,7 @@ from bench.gateway_parts import STREAM_TOKENS, VOCABULARY, WORKER, Progress, ite
 from bench.report import table
 from motet.services.gateway.openai.prompt import Prompts
 from motet.shared.bus import decode
-from motet.shared.messages import TokenFrame
+from motet.shared.wire.stream import TokenFrame
 from tests.support_worker import generate_request
 
 

@@ -34,7 +34,8 @@ from motet.examples.demo import BASE, DEMO
 from motet.shared import subjects
 from motet.shared.bus import decode, encode
 from motet.shared.config import BusConfig
-from motet.shared.messages import Move, WorkerSnapshot, WorkerState
+from motet.shared.wire.request import Move
+from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
 from tests.chaos.relay import Relay, RelayProcess
 from tests.support import eventually
 

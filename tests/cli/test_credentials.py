@@ -22,9 +22,10 @@ from motet.shared.config import BusConfig
 from motet.shared.errors import Unavailable
 from motet.shared.keys import KeyStore
 from motet.shared.leases import LeaseHolder, LeaseWatch
-from motet.shared.messages import Control, DeleteAdapter, Drain, RegistryOk
 from motet.shared.provision import provision
 from motet.shared.telemetry import BUS_REFUSED
+from motet.shared.wire.registry import DeleteAdapter, RegistryOk
+from motet.shared.wire.request import Control, Drain
 from tests.support import eventually
 
 TENANTS = ("default", "acme")

@@ -25,7 +25,7 @@ from motet.services.worker.vllm_engine.core import VllmOptions
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter
 from motet.shared.errors import WorkerLost
-from motet.shared.messages import StreamItem
+from motet.shared.wire.stream import StreamItem
 from tests.services.worker.support_engine import ModelRunner, make_engine
 from tests.support import eventually
 from tests.support_models import make_adapters, make_checkpoint

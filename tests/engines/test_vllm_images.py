@@ -20,7 +20,7 @@ from motet.services.worker.vllm_engine.engine import VLLM, VllmEngine
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter, peft_adapter
 from motet.shared.base_shapes import read_shapes
 from motet.shared.errors import from_info
-from motet.shared.messages import Image
+from motet.shared.wire.request import Image
 from tests.engines.conftest import Driven
 from tests.engines.support_mesh import core_of, vllm_stack, workers
 from tests.services.worker.support_engine import request as plain_request

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from motet.shared.bus import decode, encode
-from motet.shared.messages import AssignReply, Control, RegistryReply, SubmitReply, WorkerState, pack_tokens, unpack_tokens
+from motet.shared.wire.registry import RegistryReply
+from motet.shared.wire.request import AssignReply, Control, SubmitReply, pack_tokens, unpack_tokens
+from motet.shared.wire.worker_state import WorkerState
 from tests.fuzz.values import MESSAGES, mutated, payload, random_value
 
 BEYOND = re.compile(r"Expected `\w+` [<>]=? \S+ - at")  # a limit that a type names

@@ -30,19 +30,12 @@ from motet.services.gateway.owner.stream import Job, TextDelta
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import DeadlineExceeded, ErrorInfo, MotetError, Overloaded, Unavailable, WorkerLost
-from motet.shared.messages import (
-    Assigned,
-    Cancel,
-    GenerateRequest,
-    Move,
-    Refused,
-    StreamItem,
-    TokenFrame,
-    TokenLogprobs,
-    WorkerSnapshot,
-)
-from motet.shared.messages import unpack_tokens as unpack
 from motet.shared.model import FinishReason, PerfModel, RequestBrief, SamplingParams
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import Assigned, Cancel, GenerateRequest, Move
+from motet.shared.wire.request import unpack_tokens as unpack
+from motet.shared.wire.stream import StreamItem, TokenFrame, TokenLogprobs
+from motet.shared.wire.worker_state import WorkerSnapshot
 from tests.fuzz.virtual_time import run
 from tests.services.gateway.support_tokenizers import byte_level
 from tests.support_worker import worker_limits

@@ -17,7 +17,7 @@ from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
 from motet.shared.config import ConfigError
 from motet.shared.errors import Overloaded
-from motet.shared.messages import SubmitReply
+from motet.shared.wire.request import SubmitReply
 from tests.services.scheduler.test_cluster import snapshot
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits

@@ -12,7 +12,8 @@ from motet.shared.bus import Bus, decode
 from motet.shared.config import BusConfig
 from motet.shared.errors import BadRequest, DeadlineExceeded, ErrorInfo, Overloaded, TooLarge, Unavailable, from_info
 from motet.shared.leases import LeaseHolder, LeaseWatch
-from motet.shared.messages import Outcome, Prediction, PredictRequest, Refused
+from motet.shared.wire.prediction import Outcome, Prediction, PredictRequest
+from motet.shared.wire.refusal import Refused
 from tests.shared.relay import recorded
 from tests.support import eventually
 

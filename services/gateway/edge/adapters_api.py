@@ -37,19 +37,19 @@ from motet.shared.errors import (
     bounded,
     from_info,
 )
-from motet.shared.messages import (
+from motet.shared.model import ADAPTER_NAME_CHARS, ADAPTER_NAME_RULE, EVERY_WORKER, is_adapter_name
+from motet.shared.tenancy import SHARED, check_tenant
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.registry import (
     AdapterInfo,
     AliasAdapter,
     DeleteAdapter,
     PinAdapter,
-    Refused,
     RegisterAdapter,
     RegistryOk,
     RegistryReply,
     RollbackAdapter,
 )
-from motet.shared.model import ADAPTER_NAME_CHARS, ADAPTER_NAME_RULE, EVERY_WORKER, is_adapter_name
-from motet.shared.tenancy import SHARED, check_tenant
 
 REGISTER_TIMEOUT_S = 600.0  # a download from a hub is part of it
 CHANGE_TIMEOUT_S = 30.0

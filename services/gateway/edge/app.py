@@ -38,10 +38,12 @@ from motet.shared import subjects
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, MotetError, Unauthorized, from_info
-from motet.shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
 from motet.shared.model import Slo
 from motet.shared.service import health as service_health
 from motet.shared.service import metrics_text
+from motet.shared.wire.admin import StatusReply, StatusRequest
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.registry import AdapterInfo
 
 STATUS_TIMEOUT_S = 2.0
 PLAN_TIMEOUT_S = 15.0  # a scheduler's first plan loads the solver

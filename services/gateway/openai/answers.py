@@ -14,7 +14,7 @@ from motet.services.gateway.owner.encoding import Breath, Rows, hold
 from motet.services.gateway.owner.made_by import Answer
 from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import Signal, Stream, TextDelta
-from motet.shared.messages import TokenLogprobs
+from motet.shared.wire.stream import TokenLogprobs
 
 OnDelta = Callable[[int, TextDelta], Awaitable[None]]
 MIN_LOGPROB = -9999.0  # JSON has no infinity

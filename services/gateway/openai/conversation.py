@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from motet.services.gateway.openai import arguments
 from motet.services.gateway.openai.nesting import check_depth
 from motet.shared.errors import BadRequest
-from motet.shared.messages import Image
 from motet.shared.model import IMAGES_MAX
+from motet.shared.wire.request import Image
 
 SCHEMA = {
     "type": "object",

@@ -31,10 +31,10 @@ from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import BadRequest, PromptTooLong, TooLarge
-from motet.shared.messages import Image
 from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo, StructuredOutput
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
+from motet.shared.wire.request import Image
 
 T = TypeVar("T")
 log = logger("motet.prepare")

@@ -19,8 +19,8 @@ from motet.services.gateway.openai.nesting import TOO_DEEP, check_depth, deep_fi
 from motet.services.gateway.openai.structured import ResponseFormat, StructuredOutputs, Text
 from motet.shared.errors import BadRequest
 from motet.shared.generation_config import MaxTokens, MinP, RepetitionPenalty, Temperature, TopK, TopP
-from motet.shared.messages import Image
 from motet.shared.model import StructuredOutput
+from motet.shared.wire.request import Image
 
 CHOICES_MAX = 64  # n
 SEQUENCES_MAX = 128  # prompts times n

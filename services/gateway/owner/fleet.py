@@ -10,8 +10,8 @@ from motet.services.gateway.owner.lost_workers import LostWorkers
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.messages import WorkerNotice, WorkerSnapshot, WorkerState
 from motet.shared.telemetry import logger
+from motet.shared.wire.worker_state import WorkerNotice, WorkerSnapshot, WorkerState
 
 log = logger("motet.gateway.fleet")
 

@@ -16,8 +16,8 @@ from motet.policies.cluster.worker_book import Holdings, Known
 from motet.services.gateway.owner import observe
 from motet.services.gateway.owner.fleet import Fleet
 from motet.shared.clock import unix_ms
-from motet.shared.messages import AdapterInfo
 from motet.shared.tenancy import qualified
+from motet.shared.wire.registry import AdapterInfo
 
 LOADED_MAX = 1000  # adapters listed as loaded, those on devices first
 LEVELS = {"device": "gpu", "host": "cpu"}  # vLLM's words for tiers, also where the device is a CPU

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from motet.shared.messages import WorkerNotice
+from motet.shared.wire.worker_state import WorkerNotice
 
 KEPT = 64
 TOLD = 3

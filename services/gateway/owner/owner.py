@@ -53,20 +53,11 @@ from motet.shared.errors import (
     from_info,
 )
 from motet.shared.leases import LeaseHolder, LeaseWatch
-from motet.shared.messages import (
-    Cancel,
-    GenerateRequest,
-    KvOffer,
-    Move,
-    Outcome,
-    Refused,
-    StreamItem,
-    SubmitReply,
-    TokenFrame,
-    TokenLogprobs,
-    pack_tokens,
-)
 from motet.shared.telemetry import logger
+from motet.shared.wire.prediction import Outcome
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import Cancel, GenerateRequest, KvOffer, Move, SubmitReply, pack_tokens
+from motet.shared.wire.stream import StreamItem, TokenFrame, TokenLogprobs
 
 log = logger("motet.owner")
 SUBMIT_TIMEOUT_S = (1.0, 5.0)  # first, then twice as long each time: a scheduler that is frozen must not hold a request

@@ -24,8 +24,8 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import DeadlineExceeded, Unavailable
-from motet.shared.messages import Ping, Pong
 from motet.shared.telemetry import logger
+from motet.shared.wire.worker_state import Ping, Pong
 
 log = logger("motet.pings")
 LOOK_S = 0.025

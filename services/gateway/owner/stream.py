@@ -19,8 +19,9 @@ import msgspec
 from motet.services.gateway.owner.detokenize import Detokenizer, StopFilter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
-from motet.shared.messages import Image, StreamItem, TokenLogprobs
 from motet.shared.model import AdapterRef, EmbeddingParams, FinishReason, SamplingParams, Slo
+from motet.shared.wire.request import Image
+from motet.shared.wire.stream import StreamItem, TokenLogprobs
 
 STREAM_BYTES_MAX = 4 << 20  # of deltas that the caller has not taken
 TEXT_BYTES, DELTA_BYTES, SCORE_BYTES = 64, 400, 80  # of memory for a token's text, for a delta, for each log-probability in it

@@ -9,8 +9,9 @@ from motet.policies.memory.eviction import EvictionName
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.step.request_queues import QueuesName
 from motet.policies.times.step_record import Step
-from motet.shared.messages import Image, KvOffer, StreamItem
 from motet.shared.model import EmbeddingParams, RequestBrief, SamplingParams, Slo, Tier
+from motet.shared.wire.request import Image, KvOffer
+from motet.shared.wire.stream import StreamItem
 
 if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter

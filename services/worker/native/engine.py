@@ -38,9 +38,9 @@ from motet.services.worker.native.sampler import Drawn, Sampler
 from motet.services.worker.native.seats import LiveSequence, Seats
 from motet.shared import clock
 from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
-from motet.shared.messages import StreamItem
 from motet.shared.model import FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
 from motet.shared.telemetry import logger
+from motet.shared.wire.stream import StreamItem
 
 log = logger("motet.worker.engine")
 

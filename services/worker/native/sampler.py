@@ -26,8 +26,8 @@ from torch import Tensor
 
 from motet.services.worker.native.bans import Bans
 from motet.services.worker.native.penalties import Penalised, PenaltyCounts
-from motet.shared.messages import TokenLogprobs
 from motet.shared.model import SamplingParams
+from motet.shared.wire.stream import TokenLogprobs
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them would overflow
 CANDIDATES = 128  # largest values looked at for top_p, then so many times more, until they are enough

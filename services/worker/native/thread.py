@@ -30,8 +30,8 @@ from motet.services.worker.engines.report import StepReport
 from motet.services.worker.engines.request import EngineRequest, StepOutput
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
-from motet.shared.messages import StreamItem
 from motet.shared.telemetry import logger
+from motet.shared.wire.stream import StreamItem
 
 if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter

@@ -52,9 +52,9 @@ from motet.services.worker.vllm_engine.requests import (
 )
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, MotetError, WorkerLost
-from motet.shared.messages import StreamItem
 from motet.shared.model import RequestBrief
 from motet.shared.telemetry import logger
+from motet.shared.wire.stream import StreamItem
 
 log = logger("motet.worker.vllm")
 VLLM = Capabilities(

@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from motet.shared.errors import BadRequest
-from motet.shared.messages import Image
+from motet.shared.wire.request import Image
 
 PIXELS_MAX = 1 << 25
 """Largest number of pixels of one image: 100 MB when it is decoded."""

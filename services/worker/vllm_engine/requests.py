@@ -16,9 +16,9 @@ from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.vllm_engine.core import Core
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.shared.errors import BadRequest, MotetError
-from motet.shared.messages import TokenLogprobs
 from motet.shared.model import RequestBrief, StructuredOutput
 from motet.shared.telemetry import logger
+from motet.shared.wire.stream import TokenLogprobs
 
 if TYPE_CHECKING:
     from motet.services.worker.vllm_engine.images import ImagePrompt

@@ -14,8 +14,10 @@ from motet.services.gateway.service import GatewayService
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import MotetError, Overloaded, Unavailable
-from motet.shared.messages import AdapterInfo, Assigned, AssignReply, Cancel, GenerateRequest, Refused, SubmitReply
 from motet.shared.model import AdapterEntry, AdapterVersion, Pin
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.registry import AdapterInfo
+from motet.shared.wire.request import Assigned, AssignReply, Cancel, GenerateRequest, SubmitReply
 from tests.services.gateway.support_tokenizers import write_model_dir
 from tests.support import eventually
 from tests.support_worker import FakeWorker, worker_limits

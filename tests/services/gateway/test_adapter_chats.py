@@ -26,7 +26,7 @@ from motet.shared.chat_sandbox import Render
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, Overloaded
-from motet.shared.messages import unpack_tokens
+from motet.shared.wire.request import unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import put_adapter, running_gateway
 from tests.services.gateway.support_tokenizers import write_model_dir

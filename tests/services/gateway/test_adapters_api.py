@@ -13,8 +13,8 @@ from nats.js.errors import NotFoundError
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, InvalidAdapter, MotetError
-from motet.shared.messages import AliasAdapter, DeleteAdapter, RegisterAdapter, RegistryOk, RollbackAdapter
 from motet.shared.model import Residency
+from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, RegisterAdapter, RegistryOk, RollbackAdapter
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, put_adapter, running_gateway
 from tests.support import eventually

@@ -12,7 +12,7 @@ import pytest
 from motet.services.gateway.edge import connections
 from motet.services.gateway.edge import http as http_parts
 from motet.shared.clock import now_s
-from motet.shared.messages import unpack_tokens
+from motet.shared.wire.request import unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 from tests.support import eventually

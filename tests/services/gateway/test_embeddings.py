@@ -14,8 +14,8 @@ import pytest
 
 from motet.services.gateway.openai import embeddings
 from motet.shared.errors import BadRequest, WorkerLost
-from motet.shared.messages import GenerateRequest, unpack_tokens
 from motet.shared.model import EmbeddingParams
+from motet.shared.wire.request import GenerateRequest, unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned
 from tests.support import eventually

@@ -16,7 +16,7 @@ from motet.services.gateway.owner import encoding
 from motet.services.gateway.owner.encoding import Rows, encoded
 from motet.shared.clock import now_s
 from motet.shared.errors import AnswerTooLarge, Overloaded
-from motet.shared.messages import TokenLogprobs
+from motet.shared.wire.stream import TokenLogprobs
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned
 from tests.support import eventually

@@ -17,8 +17,8 @@ from motet.services.gateway.openai.prepare import REQUEST_BYTES
 from motet.services.gateway.openai.prompt import Prompts
 from motet.services.gateway.service import GatewayService
 from motet.shared.errors import BadRequest, WorkerLost
-from motet.shared.messages import Image, unpack_tokens
 from motet.shared.model import IMAGES_MAX
+from motet.shared.wire.request import Image, unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, running_gateway, start_workers
 from tests.services.gateway.support_tokenizers import write_model_dir

@@ -18,7 +18,7 @@ from motet.shared.bus import Bus
 from motet.shared.config import ConfigError, is_loopback
 from motet.shared.errors import NotFound
 from motet.shared.keys import ApiKey, KeyStore, digest_of, read_key_file
-from motet.shared.messages import WorkerNotice
+from motet.shared.wire.worker_state import WorkerNotice
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 from tests.support import eventually

@@ -6,7 +6,7 @@ import openai
 
 from motet.policies.lengths.features import unpack
 from motet.shared import subjects
-from motet.shared.messages import Outcome
+from motet.shared.wire.prediction import Outcome
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import FakeScheduler, running_gateway, start_workers
 from tests.support import eventually

@@ -8,7 +8,7 @@ import pytest
 from motet.services.gateway.owner.lost_workers import FORGET_S, KEPT, LostWorkers
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.messages import WorkerNotice
+from motet.shared.wire.worker_state import WorkerNotice
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 from tests.support import eventually

@@ -11,7 +11,8 @@ import pytest
 
 from motet.cli.nats_server import NatsServer
 from motet.shared.errors import MotetError
-from motet.shared.messages import TokenLogprobs, unpack_tokens
+from motet.shared.wire.request import unpack_tokens
+from motet.shared.wire.stream import TokenLogprobs
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, cancelled
 from tests.support import eventually

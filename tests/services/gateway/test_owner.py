@@ -20,18 +20,11 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerFull, WorkerLost
-from motet.shared.messages import (
-    GenerateRequest,
-    Move,
-    Outcome,
-    StreamItem,
-    TokenFrame,
-    TokenLogprobs,
-    WorkerNotice,
-    pack_tokens,
-    unpack_tokens,
-)
 from motet.shared.model import SamplingParams, StructuredOutput
+from motet.shared.wire.prediction import Outcome
+from motet.shared.wire.request import GenerateRequest, Move, pack_tokens, unpack_tokens
+from motet.shared.wire.stream import StreamItem, TokenFrame, TokenLogprobs
+from motet.shared.wire.worker_state import WorkerNotice
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, cancelled, start_workers
 from tests.services.gateway.support_tokenizers import byte_level
 from tests.support import eventually

@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from motet.shared.errors import WorkerLost
-from motet.shared.messages import TokenLogprobs, unpack_tokens
+from motet.shared.wire.request import unpack_tokens
+from motet.shared.wire.stream import TokenLogprobs
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned
 from tests.support import eventually

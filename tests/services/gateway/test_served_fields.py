@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from motet.shared.messages import unpack_tokens
+from motet.shared.wire.request import unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, put_adapter
 from tests.support import eventually

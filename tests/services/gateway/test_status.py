@@ -13,8 +13,8 @@ from motet.cli.adapters import list_
 from motet.cli.status import status
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.messages import ClusterStatus, StatusRequest, WorkerStatus
 from motet.shared.refused_adapters import refused
+from motet.shared.wire.admin import ClusterStatus, StatusRequest, WorkerStatus
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect
 from tests.support import eventually

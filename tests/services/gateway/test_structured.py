@@ -16,8 +16,8 @@ from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.service import SchedulerService
 from motet.shared.bus import Bus
 from motet.shared.errors import BadRequest, WorkerLost
-from motet.shared.messages import unpack_tokens
 from motet.shared.model import StructuredOutput
+from motet.shared.wire.request import unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, assigned, running_gateway, start_workers
 from tests.support import eventually

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from motet.shared.bus import Bus
-from motet.shared.messages import unpack_tokens
+from motet.shared.wire.request import unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, running_gateway, start_workers
 from tests.services.gateway.support_tokenizers import CHAT_TEMPLATE, write_model_dir

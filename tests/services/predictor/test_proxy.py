@@ -23,7 +23,7 @@ from motet.services.predictor.proxy_batches import BATCH_MAX, WAITING_MAX, Proxy
 from motet.services.predictor.service import PredictorService
 from motet.shared import subjects
 from motet.shared.config import ConfigError
-from motet.shared.messages import Outcome, PredictReply, PredictRequest
+from motet.shared.wire.prediction import Outcome, PredictReply, PredictRequest
 from tests.services.predictor.test_service import features, predictor  # noqa: F401
 from tests.support import eventually
 

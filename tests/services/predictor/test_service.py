@@ -12,9 +12,9 @@ from motet.services.predictor.config import PredictorConfig
 from motet.services.predictor.service import PredictorService
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.messages import Outcome, Prediction, PredictReply, PredictRequest
 from motet.shared.objects import Objects
 from motet.shared.provision import provision
+from motet.shared.wire.prediction import Outcome, Prediction, PredictReply, PredictRequest
 from tests.support import eventually
 
 Predict = Callable[..., Awaitable[PredictorService]]

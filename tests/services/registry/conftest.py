@@ -17,7 +17,8 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import unix_ms
 from motet.shared.errors import MotetError, from_info
-from motet.shared.messages import (
+from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
+from motet.shared.wire.registry import (
     AdapterInfo,
     AliasAdapter,
     DeleteAdapter,
@@ -26,9 +27,8 @@ from motet.shared.messages import (
     RegistryOk,
     RegistryReply,
     RollbackAdapter,
-    WorkerSnapshot,
 )
-from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
+from motet.shared.wire.worker_state import WorkerSnapshot
 from tests.support_adapters import write_base
 
 

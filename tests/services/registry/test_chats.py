@@ -16,7 +16,7 @@ from motet.services.registry.store import LOST_HOLD_S
 from motet.shared import subjects
 from motet.shared.adapter_chat import AdapterChat
 from motet.shared.errors import Conflict, InvalidAdapter
-from motet.shared.messages import AdapterInfo, RegisterAdapter
+from motet.shared.wire.registry import AdapterInfo, RegisterAdapter
 from tests.services.registry.conftest import Client
 from tests.support import eventually
 from tests.support_adapters import write_adapter

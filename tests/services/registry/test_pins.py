@@ -12,7 +12,7 @@ from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.audit import Audit
 from motet.shared.errors import AdapterNotFound, BadRequest, Conflict
-from motet.shared.messages import AliasAdapter, DeleteAdapter, PinAdapter
+from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, PinAdapter
 from tests.services.registry.conftest import Client, StartRegistry, snapshot
 from tests.services.registry.test_tenants import register
 from tests.support import eventually

@@ -21,8 +21,8 @@ from motet.shared.adapter_blob import digest_of, read_index
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.clock import unix_ms
 from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, InvalidAdapter, MotetError
-from motet.shared.messages import WorkerDelta
 from motet.shared.model import TensorDigest
+from motet.shared.wire.worker_state import WorkerDelta
 from tests.services.registry.conftest import Client, brief, snapshot
 from tests.support import eventually
 from tests.support_adapters import random_tensors, write_adapter

@@ -11,7 +11,7 @@ from motet.services.registry.service import RegistryService
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.audit import Audit
 from motet.shared.errors import AdapterExists, AdapterNotFound, BadRequest, Conflict
-from motet.shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, ListAdapters, RegisterAdapter
+from motet.shared.wire.registry import AdapterInfo, AliasAdapter, DeleteAdapter, ListAdapters, RegisterAdapter
 from tests.services.registry.conftest import Client, StartRegistry
 from tests.support import eventually
 from tests.support_adapters import write_adapter

@@ -6,7 +6,7 @@ import pytest
 
 from motet.services.registry.usage import IDLE_S, STALE_S, Usage
 from motet.shared.clock import unix_ms
-from motet.shared.messages import WorkerDelta
+from motet.shared.wire.worker_state import WorkerDelta
 from tests.services.registry.conftest import brief, snapshot
 
 

@@ -11,7 +11,7 @@ from motet.services.registry import store as registry_store
 from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.errors import AdapterInUse, AdapterNotFound, BadRequest
-from motet.shared.messages import DeleteAdapter, RegistryOk
+from motet.shared.wire.registry import DeleteAdapter, RegistryOk
 from tests.services.registry.conftest import Client, brief, snapshot
 from tests.support import eventually
 from tests.support_adapters import write_adapter

@@ -8,9 +8,9 @@ import pytest
 
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import Assigning, Heard, LeaseLost, Mark, Marked, NotTaken, Taken, Tick
-from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import RequestBrief, Residency
 from motet.shared.telemetry import REGISTRY
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 from tests.support_worker import PERF, brief_of, generate_request, worker_limits
 
 MARKS = get_args(Mark)

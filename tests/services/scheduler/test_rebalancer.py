@@ -13,7 +13,8 @@ from motet.services.scheduler.rebalancer import Turn
 from motet.shared import subjects
 from motet.shared.kv import Bucket
 from motet.shared.leases import EXPIRY_S
-from motet.shared.messages import Assigned, Move, StatusReply, StatusRequest, pack_tokens
+from motet.shared.wire.admin import StatusReply, StatusRequest
+from motet.shared.wire.request import Assigned, Move, pack_tokens
 from tests.services.scheduler.test_service import hire, knows, schedule, submit
 from tests.support import eventually
 from tests.support_worker import PERF, brief_of, generate_request, worker_limits

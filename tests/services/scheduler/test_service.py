@@ -23,21 +23,12 @@ from motet.shared.errors import (
     from_info,
 )
 from motet.shared.leases import LeaseHolder
-from motet.shared.messages import (
-    Assigned,
-    Cancel,
-    ClusterStatus,
-    Outcome,
-    Prediction,
-    PredictRequest,
-    Refused,
-    StatusReply,
-    StatusRequest,
-    SubmitReply,
-    pack_tokens,
-)
 from motet.shared.model import EmbeddingParams, Residency, SamplingParams, Slo
 from motet.shared.telemetry import REGISTRY
+from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
+from motet.shared.wire.prediction import Outcome, Prediction, PredictRequest
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import Assigned, Cancel, SubmitReply, pack_tokens
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
 

@@ -20,8 +20,8 @@ from motet.services.worker.native.backends import open_backend
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.runner import ModelRunner
 from motet.services.worker.native.step_batch import StepBatch
-from motet.shared.messages import StreamItem
 from motet.shared.model import SamplingParams
+from motet.shared.wire.stream import StreamItem
 
 BLOCK_SIZE = 8
 

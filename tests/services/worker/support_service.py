@@ -15,18 +15,11 @@ from motet.services.worker.service import WorkerService
 from motet.shared import subjects
 from motet.shared.adapter_blob import digest_of, read_index
 from motet.shared.errors import from_info
-from motet.shared.messages import (
-    Accepted,
-    AssignReply,
-    GenerateRequest,
-    Refused,
-    StreamItem,
-    TokenFrame,
-    WorkerSnapshot,
-    WorkerState,
-    pack_tokens,
-)
 from motet.shared.model import AdapterEntry, AdapterRef, AdapterVersion, SamplingParams, Slo
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import Accepted, AssignReply, GenerateRequest, pack_tokens
+from motet.shared.wire.stream import StreamItem, TokenFrame
+from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
 from tests.services.worker.test_state import apply
 from tests.support import eventually
 from tests.support_models import AdapterFixture

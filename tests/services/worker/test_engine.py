@@ -16,8 +16,8 @@ from motet.services.worker.engines.model_config import read_model_config
 from motet.services.worker.engines.request import EngineRequest, StepOutput
 from motet.services.worker.native.engine import Engine
 from motet.shared.errors import InvalidAdapter, MotetError
-from motet.shared.messages import StreamItem
 from motet.shared.model import MODULES
+from motet.shared.wire.stream import StreamItem
 from tests.services.worker.support_engine import BLOCK_SIZE, make_engine, request, run
 from tests.support_models import MAX_LEN, VOCAB, make_adapters, make_checkpoint, random_prompts
 

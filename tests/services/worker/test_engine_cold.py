@@ -17,7 +17,7 @@ from motet.services.worker.engines.request import StepOutput
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.runner import ModelRunner
 from motet.shared.errors import WorkerLost
-from motet.shared.messages import StreamItem
+from motet.shared.wire.stream import StreamItem
 from tests.services.worker.support_engine import PacedRunner, make_engine, request, run
 from tests.support import eventually
 from tests.support_models import make_adapters, make_checkpoint

@@ -14,8 +14,8 @@ from motet.services.worker.native import thread as engine_thread
 from motet.services.worker.native.thread import EngineThread
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, WorkerLost
-from motet.shared.messages import StreamItem
 from motet.shared.model import SamplingParams
+from motet.shared.wire.stream import StreamItem
 from tests.support import eventually
 
 

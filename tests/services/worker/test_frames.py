@@ -7,7 +7,7 @@ import pytest
 from motet.services.worker.frames import FrameSender
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.messages import StreamItem, TokenFrame, TokenLogprobs
+from motet.shared.wire.stream import StreamItem, TokenFrame, TokenLogprobs
 from tests.support import eventually
 
 

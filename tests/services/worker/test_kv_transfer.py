@@ -18,20 +18,10 @@ from motet.services.worker import kv_transfer, metrics
 from motet.services.worker.kv_transfer import KvTransfer
 from motet.shared import subjects
 from motet.shared.errors import Conflict, NotFound, from_info
-from motet.shared.messages import (
-    Cancel,
-    GenerateRequest,
-    KvOffer,
-    KvOpened,
-    KvPart,
-    KvReply,
-    OpenKv,
-    ReadKv,
-    Refused,
-    pack_tokens,
-    unpack_tokens,
-)
 from motet.shared.model import SamplingParams
+from motet.shared.wire.kv import KvOpened, KvPart, KvReply, OpenKv, ReadKv
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.request import Cancel, GenerateRequest, KvOffer, pack_tokens, unpack_tokens
 from tests.services.worker.support_service import Running, generate
 from tests.support import eventually
 from tests.support_models import random_prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from motet.shared.messages import pack_tokens
+from motet.shared.wire.request import pack_tokens
 from tests.services.worker.support_service import Running, generate
 
 PROMPT = list(range(1, 81))  # ten blocks of 8 tokens

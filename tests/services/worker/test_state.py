@@ -9,8 +9,8 @@ import pytest
 
 from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.state import WorkerView
-from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import Residency
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 from tests.support_worker import brief_of, generate_request, worker_limits
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from motet.shared import subjects
-from motet.shared.messages import Cancel
+from motet.shared.wire.request import Cancel
 from tests.services.worker.support_service import generate, latest
 from tests.support import eventually
 from tests.support_models import random_prompts

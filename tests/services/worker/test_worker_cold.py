@@ -10,7 +10,7 @@ import pytest
 from motet.services.worker import metrics
 from motet.services.worker.config import WorkerConfig
 from motet.shared.config import ConfigError
-from motet.shared.messages import Cancel
+from motet.shared.wire.request import Cancel
 from tests.services.worker.support_service import generate, latest
 from tests.services.worker.test_worker_pins import pin
 from tests.support import eventually

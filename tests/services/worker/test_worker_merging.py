@@ -8,8 +8,9 @@ from prometheus_client import Counter, Gauge
 
 from motet.policies.step.merge_decision import MergeCosts
 from motet.services.worker import metrics
-from motet.shared.messages import WorkerSnapshot, pack_tokens
 from motet.shared.model import AdapterRef
+from motet.shared.wire.request import pack_tokens
+from motet.shared.wire.worker_state import WorkerSnapshot
 from tests.services.worker.support_service import Running, generate
 from tests.support import eventually
 from tests.support_models import AdapterFixture

@@ -9,7 +9,7 @@ from motet.services.worker.service import WorkerService
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.config import ConfigError
-from motet.shared.messages import WorkerNotice
+from motet.shared.wire.worker_state import WorkerNotice
 from tests.support import eventually
 
 

@@ -10,12 +10,9 @@ import time
 import msgspec
 import pytest
 
-from motet.shared.messages import (
-    Cancel,
-    WorkerSnapshot,
-    pack_tokens,
-)
 from motet.shared.model import AdapterRef
+from motet.shared.wire.request import Cancel, pack_tokens
+from motet.shared.wire.worker_state import WorkerSnapshot
 from tests.services.worker.support_service import generate, latest
 from tests.services.worker.test_state import apply, as_sets
 from tests.support import eventually

@@ -9,9 +9,7 @@ import pytest
 
 from motet.services.worker.native import thread as engine_thread
 from motet.shared.leases import LeaseHolder, LeaseWatch
-from motet.shared.messages import (
-    Drain,
-)
+from motet.shared.wire.request import Drain
 from tests.services.worker.support_service import generate, latest
 from tests.support import eventually
 

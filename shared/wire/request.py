@@ -1,0 +1,132 @@
+"""A request on its way: gateway -> scheduler (submit) -> worker (assign), and what stops or moves it.
+
+Token ids are little-endian int32 bytes (`pack_tokens`, `unpack_tokens`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from sys import byteorder
+
+import msgspec
+
+from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo
+from motet.shared.wire.refusal import Refused
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    packed = array("i", tokens)
+    if byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The inverse of `pack_tokens`."""
+    unpacked = array("i")
+    unpacked.frombytes(data)
+    if byteorder == "big":
+        unpacked.byteswap()
+    return unpacked.tolist()
+
+
+class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Names the worker that holds a moved request's KV blocks for the next worker.
+
+    A worker with the token may read them once.
+    """
+
+    worker_id: str
+    token: str
+
+
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt: the bytes of its file, PNG, JPEG, WebP or GIF. `param`: the client's field, for errors."""
+
+    data: bytes
+    param: str
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One sequence to generate. A request for `n` choices becomes n of these. A resumed request carries its tokens so far.
+
+    With `embedding` the prompt's embedding is wanted instead: the only item contains it, and no tokens.
+
+    (request_id, epoch) is unique: every resubmission by the owning gateway raises `epoch` by one, and items of a worker's
+    frames count only with the latest epoch. Output token i has index i, counted from 0 across epochs.
+    """
+
+    request_id: str
+    gateway_id: str
+    base_model: str
+    prompt: bytes  # pack_tokens
+    sampling: SamplingParams
+    slo: Slo
+    epoch: int = 0
+    output: bytes = b""  # pack_tokens: tokens already produced in earlier epochs
+    adapter: AdapterRef | None = None
+    tenant: str = "default"
+    tenant_weight: float = 1.0  # its share relative to other tenants' while workers are saturated
+    exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
+    predicted_tokens: int = 0  # set by the scheduler: expected output length
+    features: bytes = b""  # policies.lengths.features: for the predictor; not passed on to workers
+    prompt_text: str = ""  # an excerpt, for a predictor that reads text; only with --send-prompts, not passed on to workers
+    cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt
+    priority: int = 0  # 0 or more; waiting requests with a smaller one go first
+    repeated: int = 0  # refusals that the gateway repeated to this tenant by itself since its last submission
+    needs: dict[str, str] = {}  # capabilities (`model.Capability`) that its worker must have, and the client's field for each
+    move_to: str = ""  # the worker that a Move named: it is tried first; not passed on to workers
+    kv: KvOffer | None = None  # of a moved request: its worker may fetch KV blocks instead of computing them again
+    losses: int = 0  # workers lost with it in a row, without a new token
+    embedding: EmbeddingParams | None = None  # needs "embeddings"
+    images: list[Image] = []  # needs "images"; the prompt has the model's placeholder for each, in this order
+
+
+class Assigned(msgspec.Struct, tag="assigned", kw_only=True):
+    """Answer to submit: `worker_id` has accepted the request and will send its tokens."""
+
+    worker_id: str
+    predicted_tokens: int
+
+
+class Accepted(msgspec.Struct, tag="accepted", kw_only=True):
+    """Answer to assign: the request is queued or running; frames will follow on the gateway's stream."""
+
+    worker_id: str
+
+
+SubmitReply = Assigned | Refused
+
+
+AssignReply = Accepted | Refused
+
+
+class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
+    """Stop a request of this epoch or an older one. Unknown ids are ignored. With `kv_token`, its KV blocks are held for a
+    moment for the worker that knows the token."""
+
+    request_id: str
+    epoch: int
+    kv_token: str = ""
+
+
+class Drain(msgspec.Struct, tag="drain", kw_only=True):
+    """Refuse new work, finish running requests, then stop."""
+
+
+Control = Cancel | Drain
+
+
+class Move(msgspec.Struct, kw_only=True):
+    """Hand a request of this epoch to the worker `to`, with its tokens so far, in the next epoch.
+
+    Only the owner of the request acts, and only if the request is in this epoch and on another worker than `to`. `kv`: fetching
+    its KV blocks is predicted to be faster than computing them again.
+    """
+
+    request_id: str
+    epoch: int
+    to: str
+    kv: bool = False
