@@ -249,7 +249,7 @@ async def _heartbeat(bus: Bus) -> None:
     while True:
         sequence += 1
         snapshot = WorkerSnapshot(
-            worker_id=WORKER, incarnation="1", seq=sequence, sent_unix_ms=unix_ms(), limits=LIMITS, perf=PERF,
+            worker_id=WORKER, incarnation="1", seq=sequence, limits=LIMITS, perf=PERF,
             kv_blocks_free=1, adapter_bytes_free=1, draining=False, requests=[], adapters=[],
         )  # fmt: skip
         await bus.publish(subjects.state(WORKER), snapshot)

@@ -27,9 +27,9 @@ from motet.policies.cluster.choice import Choose
 from motet.policies.cluster.cluster_state import hash_of
 from motet.policies.cluster.dispatch import POLICIES, decide
 from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
+from motet.policies.worker.worker_view import View
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import Assigning, Heard, Taken
-from motet.services.worker.state import WorkerView
 from motet.shared.model import PerfModel, Phase, RequestBrief, Residency, WorkerLimits
 from motet.shared.wire.worker_state import WorkerState
 
@@ -85,7 +85,7 @@ class _Fleet:
 
     def __init__(self, workers: int) -> None:
         self.draw = random.Random(1)
-        self.views: list[WorkerView] = []
+        self.views: list[View] = []
         self.running: list[list[str]] = []
         self.scheduler = WatchedCluster(stale_s=STALE_S, drop_s=10.0, in_flight_s=3.0)
         self.decode = msgspec.msgpack.Decoder(WorkerState).decode
@@ -93,7 +93,7 @@ class _Fleet:
         self.now_s = 0.0
         self.cadences = [Cadence(self.draw.randrange(MAX_BEATS)) for _ in range(workers)]
         for number in range(workers):
-            view = WorkerView(f"w{number:04}", "first", LIMITS)
+            view = View(f"w{number:04}", "first", LIMITS)
             self.views.append(view)
             self.running.append([])
             for adapter in self.draw.sample(range(ADAPTERS), ON_DEVICE):
@@ -157,9 +157,9 @@ class _Fleet:
         gc.unfreeze()
         return np.array(decisions_s), updates_s
 
-    def _hear(self, view: WorkerView, *, snapshot: bool = False) -> float:
+    def _hear(self, view: View, *, snapshot: bool = False) -> float:
         """Give the scheduler the worker's next message. Returns how long it took."""
-        message = msgspec.msgpack.encode(view.snapshot(PERF, 0) if snapshot else view.delta(0))
+        message = msgspec.msgpack.encode(view.snapshot(PERF) if snapshot else view.delta())
         began = perf_counter()
         self.scheduler.on(Heard(self.decode(message), self.now_s, True))
         return perf_counter() - began

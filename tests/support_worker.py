@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.clock import unix_ms
 from motet.shared.errors import MotetError
 from motet.shared.leases import LeaseHolder
 from motet.shared.model import (
@@ -125,7 +124,6 @@ class FakeWorker:
                 worker_id=self.worker_id,
                 incarnation=self.incarnation,
                 seq=self.seq,
-                sent_unix_ms=unix_ms(),
                 limits=self.limits,
                 perf=self.perf,
                 kv_blocks_free=self.limits.kv_blocks_total,
@@ -151,7 +149,6 @@ class FakeWorker:
                 worker_id=self.worker_id,
                 incarnation=self.incarnation,
                 seq=self.seq,
-                sent_unix_ms=unix_ms(),
                 kv_blocks_free=self.limits.kv_blocks_total,
                 adapter_bytes_free=self.limits.adapter_bytes_total,
                 draining=self.draining,

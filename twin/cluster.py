@@ -20,9 +20,10 @@ import numpy as np
 from motet.policies.cluster.migration_plan import Plan
 from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer
 from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, Cadence
+from motet.shared.wire.worker_state import WorkerState
 from motet.twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from motet.twin.metrics import Metrics, summary
-from motet.twin.scheduler import Delta, Scheduler, SchedulerSpec, Snapshot
+from motet.twin.scheduler import Scheduler, SchedulerSpec
 from motet.twin.worker import Live, Worker, WorkerSpec
 from motet.twin.workload import Request, Workload
 
@@ -276,11 +277,11 @@ class Cluster:
         if self._open:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
 
-    def _tell(self, reporter: _Reporter, word: Snapshot | Delta) -> None:
+    def _tell(self, reporter: _Reporter, word: WorkerState) -> None:
         reporter.due, reporter.last_ps = False, self.events.now_ps
         self.events.at(self.events.now_ps + self._state_ps, MESSAGE, self._hear, word)
 
-    def _hear(self, word: Snapshot | Delta) -> None:
+    def _hear(self, word: WorkerState) -> None:
         now_s = self.events.now_s
         for scheduler in self.schedulers:
             scheduler.hear(word, now_s)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choose
 from motet.policies.cluster.cluster_state import hash_of
@@ -18,7 +16,7 @@ from motet.policies.cluster.dispatch import POLICIES, Decision, decide
 from motet.policies.cluster.objectives import Admission
 from motet.policies.cluster.worker_book import WorkerBook
 from motet.policies.lengths.quantiles import LengthQuantiles
-from motet.shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
 from motet.twin.workload import Request
 
 ADAPTERS = 4096  # length histograms kept
@@ -41,39 +39,6 @@ class SchedulerSpec:
     copies: int = 1  # how many there are
 
 
-class Word(msgspec.Struct, kw_only=True):
-    """The facts in each message of a worker (`policies.cluster.worker_book`). Workers of the twin neither restart nor drain."""
-
-    worker_id: str
-    seq: int
-    kv_blocks_free: int
-    adapter_bytes_free: int
-    incarnation: str = ""
-    draining: bool = False
-
-
-class Snapshot(Word, kw_only=True):
-    """The whole state of a worker."""
-
-    limits: WorkerLimits
-    perf: PerfModel
-    requests: list[RequestBrief]
-    adapters: list[Residency]
-    lists_disk: bool = True
-    merged: str = ""
-    merged_share: float = 0.0
-
-
-class Delta(Word, kw_only=True):
-    """The changes since the worker's last message."""
-
-    changed: list[RequestBrief]
-    removed: list[str]
-    resident: list[Residency]
-    evicted: list[str]
-    running_left: int | None
-
-
 class Scheduler:
     """A simulated scheduler: it predicts lengths, decides, and keeps its assignments."""
 
@@ -86,9 +51,9 @@ class Scheduler:
         self._lengths = LengthQuantiles(ADAPTERS)
         self._base_model = ""
 
-    def hear(self, word: Snapshot | Delta, now_s: float) -> None:
+    def hear(self, word: WorkerState, now_s: float) -> None:
         """A worker's message arrived."""
-        if isinstance(word, Snapshot):
+        if isinstance(word, WorkerSnapshot):
             self._base_model = word.limits.base_model
             self._book.snapshot(word, now_s)
         else:

@@ -56,10 +56,10 @@ from motet.policies.worker.worker_events import (
 )
 from motet.policies.worker.worker_view import View
 from motet.shared.model import AdapterRef, PerfModel, RequestBrief, WorkerLimits
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 from motet.twin.events import MESSAGE, PS_PER_S, STEP, Events, to_ps
 from motet.twin.link import Copies, LinkModel
 from motet.twin.metrics import Metrics
-from motet.twin.scheduler import Delta, Snapshot
 from motet.twin.steps import Batch, StepModel, elapsed_ps, steps_within
 from motet.twin.storage import EVERYTHING_IN_HOST, Storage, StorageModel
 from motet.twin.workload import Request
@@ -180,7 +180,7 @@ class Worker:
         if self.batches.boundary is not None:
             self.batches.boundary.costs.perf = spec.perf
         self.state = self.batches.state
-        self.view = View(limits)  # its briefs are as old as their phases; messages add the tokens so far
+        self.view = View(self.worker_id, "", limits)
         self.core: WorkerCore[Live] = WorkerCore(
             view=self.view,
             host=HostTier(spec.storage.host_bytes, spec.storage.disk_bytes, eviction=spec.eviction),
@@ -189,7 +189,7 @@ class Worker:
         )
         self.storage = Storage(spec.storage, events, self._loaded)
         self.busy_ps = 0
-        self._seq = 0
+        self._note_free()
         self._adapters = adapters
         self.core.on(Registered(adapters), 0.0)
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
@@ -277,7 +277,7 @@ class Worker:
             self.batches.end(live)
             self.core.on(Stepped(ended=[(live.brief.request_id, live.brief.epoch)]), self._events.now_s)
             then(live)
-        self.view.kv_blocks_free = self.batches.kv_blocks_free
+        self._note_free()
 
     def preload(self, digests: Iterable[str]) -> None:
         """Put adapters on the device before the run begins, as far as there is room without evicting."""
@@ -538,7 +538,7 @@ class Worker:
         steps = min(run.steps - 1, steps_within(run.first_ps, run.growth_ps, self._events.now_ps - run.began_ps))
         if steps:
             self._book(run, steps)
-            self.view.kv_blocks_free = self.batches.kv_blocks_free
+            self._note_free()
             run.began_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
             run.first_ps += run.growth_ps * steps
             run.steps -= steps
@@ -569,7 +569,7 @@ class Worker:
             ended += [live for live in plan.prefills if live.length >= live.end_length]
         if ended:
             self._end(ended, now_ps)
-        self.view.kv_blocks_free = self.batches.kv_blocks_free
+        self._note_free()
         self._run = None
         if self._leaving:
             self._hand_over()
@@ -602,49 +602,26 @@ class Worker:
 
     # ---- what schedulers hear
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> WorkerSnapshot:
         """The whole state, as a message. It includes all pending changes."""
-        self.settle()
-        view = self.view
-        view.told()
-        self._seq += 1
-        return Snapshot(
-            worker_id=self.worker_id,
-            seq=self._seq,
-            kv_blocks_free=view.kv_blocks_free,
-            adapter_bytes_free=self.batches.adapter_bytes_free,
-            limits=self.spec.limits,
-            perf=self.spec.perf,
-            requests=_told([entry.payload for entry in self.core.book.values()]),
-            adapters=list(view.adapters.values()),
-        )
+        self._tell()
+        return self.view.snapshot(self.spec.perf)
 
-    def delta(self) -> Delta:
+    def delta(self) -> WorkerDelta:
         """The changes since the last message, as a message."""
+        self._tell()
+        return self.view.delta()
+
+    def _note_free(self) -> None:
+        self._free = self.batches.kv_blocks_free, self.batches.adapter_bytes_free
+
+    def _tell(self) -> None:
+        """Report the steps that have ended by now."""
         self.settle()
-        changes = self.view.take()
-        self._seq += 1
-        return Delta(
-            worker_id=self.worker_id,
-            seq=self._seq,
-            kv_blocks_free=self.view.kv_blocks_free,
-            adapter_bytes_free=self.batches.adapter_bytes_free,
-            changed=_told([self.core.book[brief.request_id].payload for brief in changes.changed]),
-            removed=changes.removed,
-            resident=changes.resident,
-            evicted=changes.evicted,
-            running_left=self._running_left(),
-        )
-
-    def _running_left(self) -> int:
-        """Output tokens that the running requests are still expected to produce."""
-        running = self.state.running
-        return sum([left if (left := live.expected_length - live.length) > 0 else 1 for live in running])
-
-
-def _told(requests: Iterable[Live]) -> list[RequestBrief]:
-    """The requests with their tokens so far. They are copied, because a message travels while they continue."""
-    return [replace(brief := live.brief, output_tokens=live.length - brief.prompt_tokens) for live in requests]
+        if self._run is None:
+            self._note_free()
+        progress = [(live.brief.request_id, live.length - live.brief.prompt_tokens) for live in self.state.running]
+        self.core.on(Stepped(free=self._free, progress=progress), self._events.now_s)
 
 
 def _content(request: Request, length: int) -> array[int]:

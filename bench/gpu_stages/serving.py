@@ -50,6 +50,7 @@ class Lap:
     prefill_s: float = 0.0
     decode_ms: list[float] = field(default_factory=list)  # of steps in which all requests decode
     stats: list[Any] = field(default_factory=list)  # of those
+    parts: list[dict[str, float]] = field(default_factory=list)  # seconds of the parts of each of those
 
 
 class Served:
@@ -131,6 +132,7 @@ class Served:
             elif stats.decode_rows == requests:
                 lap.decode_ms.append(took_s * 1e3)
                 lap.stats.append(stats)
+                lap.parts.append(dict(self.engine.clock.laps))
         lap.total_s = now_s() - now
         return lap
 
@@ -193,8 +195,8 @@ class Serving:
         line: Line = {"model": model, "requests": requests, "adapters": adapters, "adapters_there": there}
         line |= {"tokens_per_s": lap.tokens / lap.total_s, "decode_ms": decode_ms, "roofline_ms": roofline_ms}
         line |= {"decode_tokens_per_s": requests / decode_ms * 1e3, "prefill_s": lap.prefill_s}
-        parts = ("schedule_s", "forward_s", "sample_s", "postprocess_s")
-        line |= {f"{part[:-2]}_ms": 1e3 * statistics.median(getattr(one, part) for one in lap.stats) for part in parts}
+        for part in ("schedule", "forward", "sample", "postprocess"):
+            line[f"{part}_ms"] = 1e3 * statistics.median(one.get(part, 0.0) for one in lap.parts)
         line["attention"] = served.attention
         return line | {"prompt": prompt, "output": output, "lora_mib": served.lora_mib}
 

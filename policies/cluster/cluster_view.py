@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.flights import Flights
-from motet.policies.cluster.worker_book import Delta, Known, Snapshot
+from motet.policies.cluster.worker_book import Known
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
 
 class ClusterView:
@@ -18,7 +19,7 @@ class ClusterView:
         self.state = ClusterState()
         self.flights = Flights(self.state, in_flight_s)
 
-    def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
+    def whole(self, known: Known, said: WorkerSnapshot, now_s: float) -> None:
         """Replace limits, coefficients, adapters and requests by those of a snapshot."""
         worker_id = known.worker_id
         self.state.put_worker(worker_id, said.limits, said.perf)
@@ -29,7 +30,7 @@ class ClusterView:
         self.facts(known, now_s)
         self.flights.snapshot(worker_id, said.requests, now_s)
 
-    def change(self, known: Known, said: Delta, now_s: float) -> None:
+    def change(self, known: Known, said: WorkerDelta, now_s: float) -> None:
         """Take in a delta: requests and adapters that came, changed or left."""
         worker_id, state = known.worker_id, self.state
         self.flights.delta(worker_id, said.changed, said.removed, now_s, said.running_left)

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from motet.shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+from motet.shared.model import RequestBrief, Residency, WorkerLimits
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
 HEARTBEAT_S = 0.5
 DELTA_S = 0.02
@@ -66,39 +67,6 @@ class Cadence:
         return self.snapshots % DISK_SNAPSHOTS == 1
 
 
-class Word(Protocol):
-    """The facts that every message of a worker states (`shared.messages`: WorkerSnapshot and WorkerDelta)."""
-
-    worker_id: str
-    incarnation: str
-    seq: int
-    kv_blocks_free: int
-    adapter_bytes_free: int
-    draining: bool
-
-
-class Snapshot(Word, Protocol):
-    """The whole state of a worker."""
-
-    limits: WorkerLimits
-    perf: PerfModel
-    requests: list[RequestBrief]
-    adapters: list[Residency]
-    lists_disk: bool
-    merged: str
-    merged_share: float
-
-
-class Delta(Word, Protocol):
-    """The changes since the message before."""
-
-    changed: list[RequestBrief]
-    removed: list[str]
-    resident: list[Residency]
-    evicted: list[str]
-    running_left: int | None
-
-
 @dataclass(slots=True)
 class Known:
     """The facts of one worker that every reader needs."""
@@ -116,7 +84,7 @@ class Known:
     merged: str = ""  # digest of the adapter in its weights, as of the last snapshot
     merged_share: float = 0.0  # of its requests
 
-    def take(self, word: Word, now_s: float) -> None:
+    def take(self, word: WorkerSnapshot | WorkerDelta, now_s: float) -> None:
         """Take in the facts that every message states in full."""
         self.seq, self.heard_s, self.draining = word.seq, now_s, word.draining
         self.kv_blocks_free, self.adapter_bytes_free = word.kv_blocks_free, word.adapter_bytes_free
@@ -125,10 +93,10 @@ class Known:
 class Reader(Protocol):
     """Takes in the messages that a `WorkerBook` accepts."""
 
-    def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
+    def whole(self, known: Known, said: WorkerSnapshot, now_s: float) -> None:
         """A snapshot replaces everything; `known` is up to date."""
 
-    def change(self, known: Known, said: Delta, now_s: float) -> None:
+    def change(self, known: Known, said: WorkerDelta, now_s: float) -> None:
         """A delta continues the messages before it."""
 
     def facts(self, known: Known, now_s: float) -> None:
@@ -163,7 +131,7 @@ class WorkerBook:
 
     # ---- messages
 
-    def snapshot(self, said: Snapshot, now_s: float) -> bool:
+    def snapshot(self, said: WorkerSnapshot, now_s: float) -> bool:
         """Take in a snapshot. Returns False if it is outdated and ignored."""
         worker_id, incarnation = said.worker_id, said.incarnation
         known = self._known.get(worker_id)
@@ -182,7 +150,7 @@ class WorkerBook:
         self._reader.whole(known, said, now_s)
         return True
 
-    def delta(self, said: Delta, now_s: float) -> bool:
+    def delta(self, said: WorkerDelta, now_s: float) -> bool:
         """Take in a delta. Returns whether it continues the messages before it."""
         worker_id, incarnation = said.worker_id, said.incarnation
         known = self._known.get(worker_id)
@@ -268,7 +236,7 @@ class Shelf:
         """Requests and adapters of the worker. The caller must not change them."""
         return self._held.get(worker_id, NOTHING)
 
-    def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
+    def whole(self, known: Known, said: WorkerSnapshot, now_s: float) -> None:
         """Replace everything, except for the adapters on disk if the snapshot does not list them."""
         held, before = Holdings(), self.of(known.worker_id)
         if not said.lists_disk:
@@ -276,7 +244,7 @@ class Shelf:
         self._held[known.worker_id] = held
         self._put(held, said.requests, said.adapters)
 
-    def change(self, known: Known, said: Delta, now_s: float) -> None:
+    def change(self, known: Known, said: WorkerDelta, now_s: float) -> None:
         """Take in the requests and adapters that came, changed or left."""
         held = self._held[known.worker_id]
         for request_id in said.removed:

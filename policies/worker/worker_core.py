@@ -281,6 +281,11 @@ class WorkerCore(Generic[R]):
             del self._older[entry.key]
 
     def _on_stepped(self, said: Stepped) -> None:
+        view = self.view
+        if said.free is not None:
+            view.kv_blocks_free, view.adapter_bytes_free = said.free
+        if said.merged is not None:
+            view.merged = said.merged
         for digest, there in said.device:
             if there:
                 self._device.add(digest)
@@ -302,6 +307,8 @@ class WorkerCore(Generic[R]):
             if entry is not None:
                 self._departures.left(self._now_s)
                 self._forget(entry)
+        for request_id, output_tokens in said.progress:
+            view.progress(request_id, output_tokens)
 
     def _show(self, entry: Entry[R], phase: Literal["loading", "waiting"]) -> None:
         brief = entry.brief

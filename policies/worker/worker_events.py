@@ -59,12 +59,19 @@ class NotStarted(msgspec.Struct, frozen=True):
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """A report of the engine. `moved`: requests whose phase changed to waiting or running. `ended`: requests that left the
-    engine. `device`: adapters that came to the device (True) or left it (False)."""
+    """A report of the engine.
+
+    `moved`: requests whose phase changed to waiting or running. `ended`: requests that left the engine. `device`: adapters that
+    came to the device (True) or left it (False). `free`: KV blocks and adapter bytes, as a snapshot counts them. `progress`:
+    requests with their output tokens so far. `merged`: digest of the adapter in the weights, "" for none. None: no news.
+    """
 
     moved: Iterable[RequestBrief] = ()
     ended: Iterable[Key] = ()
     device: Iterable[tuple[str, bool]] = ()
+    free: tuple[int, int] | None = None
+    progress: Iterable[tuple[str, int]] = ()
+    merged: str | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -1,31 +1,28 @@
-"""A worker's state as it is sent to schedulers, and the changes that were not sent yet.
+"""A worker's state, and the messages that tell schedulers of it: snapshots, and deltas between them.
 
-Every change is remembered until `take` collects it for the next message, so code that changes the view sends nothing. Values
-that move in nearly every step (free memory, tokens so far) do not count as changes; the next message carries them.
+    snapshot seq=7 ── delta 8 ── delta 9 ── ... ── snapshot seq=23        seq counts both
+
+Applying the deltas to a snapshot gives the next snapshot, except for what moves in nearly every step: free KV blocks, free
+adapter bytes and `running_left` are refreshed by whatever message comes next, each request's output tokens by snapshots.
+
+Every change is remembered until the next message collects it, so code that changes the view sends nothing. Only the worker's
+core (`worker_core`) changes it. A message has copies of the requests, because it may travel while they continue.
 """
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from motet.policies.cluster.worker_load import tokens_left
-from motet.shared.model import RequestBrief, Residency, WorkerLimits
-
-
-class Changes(msgspec.Struct):
-    """The changes since the last message. An id is in one list only: a request that came and ended is only in `removed`."""
-
-    changed: list[RequestBrief]
-    removed: list[str]
-    resident: list[Residency]
-    evicted: list[str]
+from motet.shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
 
 class View:
     """The state of one worker: its requests by id, its adapters by digest with their fastest tier, and its free memory."""
 
-    def __init__(self, limits: WorkerLimits) -> None:
-        self.limits = limits
+    def __init__(self, worker_id: str, incarnation: str, limits: WorkerLimits) -> None:
+        self.worker_id, self.incarnation, self.limits = worker_id, incarnation, limits
         self.kv_blocks_free = limits.kv_blocks_most
         self.adapter_bytes_free = limits.adapter_bytes_most
         self.draining = False
@@ -36,6 +33,7 @@ class View:
         self._draining_told = False
         self._requests: dict[str, None] = {}  # changed, in the order of their first change
         self._adapters: dict[str, None] = {}
+        self._seq = 0  # of the last message
 
     @property
     def changed(self) -> bool:
@@ -85,31 +83,48 @@ class View:
         self._adapters.clear()
         self._draining_told = self.draining
 
-    def loaded(self) -> list[Residency]:
-        """The adapters in memory, for a snapshot without those on disk. Forgets all changes but those on disk."""
-        pending = [digest for digest in self._adapters if not self._in_memory(digest)]
+    def snapshot(self, perf: PerfModel, *, lists_disk: bool = True) -> WorkerSnapshot:
+        """The whole state, pending changes included. Without `lists_disk` the changes on disk come with the next delta."""
+        pending = [] if lists_disk else [digest for digest in self._adapters if not self._in_memory(digest)]
         self.told()
         self._adapters.update(dict.fromkeys(pending))
-        return [residency for residency in self.adapters.values() if residency.tier != "disk"]
+        self._seq += 1
+        return WorkerSnapshot(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            seq=self._seq,
+            limits=self.limits,
+            perf=perf,
+            kv_blocks_free=self.kv_blocks_free,
+            adapter_bytes_free=self.adapter_bytes_free,
+            draining=self.draining,
+            requests=[replace(brief) for brief in self.requests.values()],
+            adapters=[residency for residency in self.adapters.values() if lists_disk or residency.tier != "disk"],
+            lists_disk=lists_disk,
+            merged=self.merged,
+            merged_share=self.merged_share,
+        )
 
     def _in_memory(self, digest: str) -> bool:
         residency = self.adapters.get(digest)
         return residency is not None and residency.tier != "disk"
 
-    def take(self) -> Changes:
-        """The changes since the last message. They are forgotten."""
-        changes = Changes([], [], [], [])
-        for request_id in self._requests:
-            brief = self.requests.get(request_id)
-            if brief is not None:
-                changes.changed.append(brief)
-            else:
-                changes.removed.append(request_id)
-        for digest in self._adapters:
-            residency = self.adapters.get(digest)
-            if residency is not None:
-                changes.resident.append(residency)
-            else:
-                changes.evicted.append(digest)
+    def delta(self) -> WorkerDelta:
+        """The changes since the last message. An id is in one list only: a request that came and ended is only in `removed`."""
+        requests, adapters = self.requests, self.adapters
+        self._seq += 1
+        delta = WorkerDelta(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            seq=self._seq,
+            kv_blocks_free=self.kv_blocks_free,
+            adapter_bytes_free=self.adapter_bytes_free,
+            draining=self.draining,
+            changed=[replace(requests[request_id]) for request_id in self._requests if request_id in requests],
+            removed=[request_id for request_id in self._requests if request_id not in requests],
+            resident=[adapters[digest] for digest in self._adapters if digest in adapters],
+            evicted=[digest for digest in self._adapters if digest not in adapters],
+            running_left=self.running_left(),
+        )
         self.told()
-        return changes
+        return delta

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from motet.policies.cluster.worker_book import Delta, Known, Shelf, Snapshot, WorkerBook
+from motet.policies.cluster.worker_book import Known, Shelf, WorkerBook
 from motet.shared.model import RequestBrief, WorkerLimits
-from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
+from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot, WorkerState
 
 STALE_S = 5.0
 IDLE_S = 60.0  # a gateway tries for half as long to find another worker for a request whose worker is gone
@@ -49,12 +49,12 @@ class Usage:
 
     # ---- the reader's methods
 
-    def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
+    def whole(self, known: Known, said: WorkerSnapshot, now_s: float) -> None:
         """The worker has these requests and no others."""
         self._leave(self._digests(known), now_s)
         self._shelf.whole(known, said, now_s)
 
-    def change(self, known: Known, said: Delta, now_s: float) -> None:
+    def change(self, known: Known, said: WorkerDelta, now_s: float) -> None:
         """Requests came and went."""
         requests = self._shelf.of(known.worker_id).requests
         self._leave(_digests(requests[gone] for gone in said.removed if gone in requests), now_s)

@@ -7,10 +7,10 @@ import contextlib
 
 from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, Cadence
 from motet.policies.times.step_times import StepTimes
-from motet.services.worker.state import WorkerView
+from motet.policies.worker.worker_view import View
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.clock import now_s, unix_ms
+from motet.shared.clock import now_s
 from motet.shared.errors import Unavailable
 
 
@@ -20,7 +20,7 @@ class StateReporter:
     Nothing is sent while NATS is away; the next snapshot contains everything.
     """
 
-    def __init__(self, bus: Bus, view: WorkerView, times: StepTimes) -> None:
+    def __init__(self, bus: Bus, view: View, times: StepTimes) -> None:
         self.view = view
         self._bus, self._times = bus, times
         self._subject = subjects.state(view.worker_id)
@@ -38,12 +38,12 @@ class StateReporter:
         """Send the whole state now."""
         if self._bus.connected:  # otherwise nothing may be marked as sent
             with contextlib.suppress(Unavailable):
-                await self._bus.publish(self._subject, self.view.snapshot(self._times.model, unix_ms(), lists_disk=lists_disk))
+                await self._bus.publish(self._subject, self.view.snapshot(self._times.model, lists_disk=lists_disk))
 
     async def _delta(self) -> None:
         if self._bus.connected:
             with contextlib.suppress(Unavailable):
-                await self._bus.publish(self._subject, self.view.delta(unix_ms()))
+                await self._bus.publish(self._subject, self.view.delta())
 
     async def _run(self) -> None:
         beat_s, cadence = 0.0, Cadence()

@@ -31,6 +31,7 @@ from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.foresight import Foresight
 from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import Assign, CancelRequest, Close, OwnerLost, Pinned, Registered, Stepped, Tick
+from motet.policies.worker.worker_view import View
 from motet.services.worker import admission, metrics
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
@@ -45,7 +46,6 @@ from motet.services.worker.kv_transfer import KvTransfer
 from motet.services.worker.native.thread import EngineThread
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
-from motet.services.worker.state import WorkerView
 from motet.shared import subjects
 from motet.shared.base_tensors import base_tensors
 from motet.shared.bus import Bus
@@ -169,7 +169,7 @@ class WorkerService:
 
             assert isinstance(self.engine, VllmEngine), "it was made a moment ago"
             self.assembly = assembly_of(config, self.engine)
-        serves = self.engine.capabilities.serves
+        serves = self.engine.serves
         limits = msgspec.structs.replace(
             self.assembly.limits, capabilities=tuple(sorted(serves)), base_digest=digest, base_tensors=tensors
         )
@@ -181,7 +181,7 @@ class WorkerService:
             max_lora_rank=limits.max_lora_rank,
             serves=serves,
         )
-        self.view = WorkerView(self.worker_id, self.incarnation, limits)
+        self.view = View(self.worker_id, self.incarnation, limits)
         self.reporter = StateReporter(bus, self.view, self._times)
         self.frames = FrameSender(bus, self.worker_id, self._cancel)
         files = AdapterFiles(config.adapters.adapter_cache_dir)
@@ -400,26 +400,29 @@ class WorkerService:
     # ---- what the engine did
 
     def _on_step(self, report: StepReport) -> None:
-        output, view = report.output, self.view
+        output = report.output
         self.shell.step = report.step
-        view.kv_blocks_free, view.adapter_bytes_free = report.kv_blocks_free, report.adapter_bytes_free
-        view.prefill_tokens_waiting = report.prefill_tokens_waiting
         ended = [item for items in output.items.values() for item in items if item.finish is not None]
         for item in ended:
             if self.core.entry((item.request_id, item.epoch)) is not None:
                 metrics.FINISHED.labels(item.finish).inc()
-        if output.changed or ended or output.residency:
-            self.shell.on(
-                Stepped(
-                    moved=output.changed,
-                    ended=[(item.request_id, item.epoch) for item in ended],
-                    device=[(change.digest, change.tier == "device") for change in output.residency],
-                )
+        merging = output.stats.merging
+        self.shell.on(
+            Stepped(
+                moved=output.changed,
+                ended=[(item.request_id, item.epoch) for item in ended],
+                device=[(change.digest, change.tier == "device") for change in output.residency],
+                free=(report.kv_blocks_free, report.adapter_bytes_free),
+                progress=[
+                    (item.request_id, item.index + len(item.tokens))
+                    for items in output.items.values()
+                    for item in items
+                    if item.finish is None
+                ],
+                merged=merging.merged if merging is not None else None,
             )
+        )
         for gateway_id, items in output.items.items():
-            for item in items:
-                if item.finish is None:
-                    view.progress(item.request_id, item.index + len(item.tokens))
             self.frames.put(gateway_id, report.step, items)
         self._measure(report, output)
         if report.failures >= MAX_FAILURES and not self.unhealthy:
@@ -458,7 +461,6 @@ class WorkerService:
         if stats.merge_s:
             metrics.MERGE_S.inc(stats.merge_s)
         if stats.merging is not None:
-            view.merged = stats.merging.merged
             _measure_merging(stats.merging)
             metrics.MERGED_SHARE.set(view.merged_share)
         metrics.COPIES.set(stats.copies.under_way if stats.copies is not None else 0)

@@ -22,7 +22,7 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     worker_id: str
     incarnation: str
     seq: int
-    sent_unix_ms: int
+    sent_unix_ms: int = 0  # no longer read; a scheduler of the version before wants it
     limits: WorkerLimits
     perf: PerfModel
     kv_blocks_free: int
@@ -31,7 +31,6 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     requests: list[RequestBrief]
     adapters: list[Residency]
     lists_disk: bool = True
-    prefill_tokens_waiting: int = 0
     merged: str = ""
     merged_share: float = 0.0
 
@@ -45,7 +44,7 @@ class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
     worker_id: str
     incarnation: str
     seq: int
-    sent_unix_ms: int
+    sent_unix_ms: int = 0  # no longer read; a scheduler of the version before wants it
     kv_blocks_free: int
     adapter_bytes_free: int
     draining: bool

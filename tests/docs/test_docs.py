@@ -73,22 +73,13 @@ def test_the_nats_documents_are_valid_and_name_the_subjects_in_use() -> None:
 def test_the_engines_page_says_what_the_engines_declare() -> None:
     page = {row[0]: row[1:] for row in table(ROOT / "docs" / "engines.md", "# Engines")}
     yes = {True: "yes", False: "no"}
-    for column, engine in enumerate((NATIVE, VLLM)):
+    for column, serves in enumerate((NATIVE, VLLM)):
         said = {name: cells[column] for name, cells in page.items()}
-        assert said["resumed requests continue exactly"] == (
-            "greedy and sampled" if engine.exact_resume == "sampled" else "greedy"
-        )
-        assert said["log-probabilities"] == yes[engine.logprobs]
-        assert said["structured outputs"] == yes["structured" in engine.serves]
-        assert said["log-probabilities of prompts"] == yes["prompt_logprobs" in engine.serves]
-        assert said["images in chats"] == ("yes, where the model takes them" if engine is VLLM else "no")
-        assert said["embeddings (`/v1/embeddings`)"] == ("yes, with a pooling model" if engine is VLLM else "no")
-        assert "embeddings" not in engine.serves and "embeddings" in POOLING.serves
-        assert said["KV blocks travel with requests that move"] == yes[engine.kv_travels]
-        assert said["one adapter merged into the base's weights"].split(",")[0] == yes[engine.merged_adapters]
-        assert said["data types of the KV cache"].startswith("that of the weights") and "model" in engine.kv_types
-        assert ("`--kv-cache-dtype int8`" in said["data types of the KV cache"]) is ("int8" in engine.kv_types)
-        assert said["who gives way when KV memory is short"].startswith("the worker" if engine.preempts == "worker" else "vLLM")
+        assert said["structured outputs"] == yes["structured" in serves]
+        assert said["log-probabilities of prompts"] == yes["prompt_logprobs" in serves]
+        assert said["images in chats"] == ("yes, where the model takes them" if serves is VLLM else "no")
+        assert said["embeddings (`/v1/embeddings`)"] == ("yes, with a pooling model" if serves is VLLM else "no")
+        assert "embeddings" not in serves and "embeddings" in POOLING
 
 
 def test_the_flags_of_the_migration_page_are_options_of_motet() -> None:

@@ -80,11 +80,12 @@ if os.environ.get("MOTET_TEST_VLLM"):  # `make test-vllm`
 
 @dataclass
 class Driven:
-    """An engine and its reports."""
+    """An engine and its reports. `resumes_sampled`: resumed requests continue exactly where tokens are sampled, too."""
 
     engine: EngineProtocol
     reports: list[StepReport]
     adapters: list[Any]
+    resumes_sampled: bool
 
     def items(self, request_id: str, epoch: int = 0) -> list[StreamItem]:
         """All items of a request, in order."""
@@ -150,7 +151,7 @@ async def driven(
     found = long_lived.get(request.param)
     if found is None:
         reports: list[StepReport] = []
-        found = Driven(ENGINES[request.param](model_dir, reports.append), reports, host_adapters)
+        found = Driven(ENGINES[request.param](model_dir, reports.append), reports, host_adapters, request.param != VLLM)
         await found.engine.start()
     if request.param != VLLM:
         yield found

@@ -63,7 +63,7 @@ async def test_a_cancelled_request_ends_once_and_an_older_cancel_does_not_reach_
 
 async def test_a_request_that_was_resumed_continues_as_it_would_have(driven: Driven) -> None:
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-        if name == "sampled" and driven.engine.capabilities.exact_resume != "sampled":
+        if name == "sampled" and not driven.resumes_sampled:
             continue
         whole = request(f"{name} whole", [5, 6, 7], max_tokens=12, temperature=temperature, seed=7)
         driven.engine.add(whole)
@@ -138,8 +138,6 @@ async def test_an_adapter_that_is_in_use_is_unloaded_after_its_last_request(driv
 
 
 async def test_logprobs_are_given_where_they_are_declared(driven: Driven) -> None:
-    if not driven.engine.capabilities.logprobs:
-        pytest.skip("the engine has none")
     one = request("r", [1, 2], max_tokens=3, logprobs=2)
     driven.engine.add(one)
     await driven.ended(one)
@@ -171,7 +169,7 @@ async def test_logprobs_are_given_where_they_are_declared(driven: Driven) -> Non
 async def test_a_constraint_holds_where_it_is_declared(
     driven: Driven, model_dir: Path, constraint: StructuredOutput, pattern: str, adapted: bool
 ) -> None:
-    if "structured" not in driven.engine.capabilities.serves:
+    if "structured" not in driven.engine.serves:
         pytest.skip("the engine has none")
     adapter = driven.adapters[0] if adapted else None
     one = request("r", [1, 2], adapter, max_tokens=40, structured=constraint, ignore_eos=False)
@@ -184,7 +182,7 @@ async def test_a_constraint_holds_where_it_is_declared(
 
 
 async def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(driven: Driven) -> None:
-    if "structured" not in driven.engine.capabilities.serves:
+    if "structured" not in driven.engine.serves:
         pytest.skip("the engine has none")
     wrong = [
         request("regex", [1], structured=StructuredOutput(kind="regex", value="(")),
@@ -203,7 +201,7 @@ async def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(drive
 
 
 async def test_log_probabilities_of_the_prompt_are_those_of_drawing_it(driven: Driven) -> None:
-    if "prompt_logprobs" not in driven.engine.capabilities.serves:
+    if "prompt_logprobs" not in driven.engine.serves:
         pytest.skip("the engine has none")
     for adapter in (None, driven.adapters[0]):
         drawn = request("drawn", [1, 2, 3], adapter, max_tokens=6, logprobs=2)

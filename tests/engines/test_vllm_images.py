@@ -101,7 +101,7 @@ def picture(seed: int, **given: Any) -> bytes:
 
 
 async def test_the_model_sees_the_image(seeing: Driven, seeing_model: Path) -> None:
-    assert seeing.engine.capabilities.serves == VLLM.serves | {"images"}
+    assert seeing.engine.serves == VLLM | {"images"}
     images = [picture(1), picture(2, kind="JPEG"), picture(3, mode="RGBA")]
     for number, data in enumerate(images):
         seeing.engine.add(asks(seeing_model, f"one-{number}", data))

@@ -87,7 +87,7 @@ def expected(model_dir: Path, prompt: list[int]) -> np.ndarray:
 
 
 async def test_embeddings_are_those_of_the_model(pooling: Driven, model_dir: Path) -> None:
-    assert pooling.engine.capabilities == POOLING
+    assert pooling.engine.serves == POOLING
     requests = [asks(f"base-{number}", prompt) for number, prompt in enumerate(PROMPTS)]
     for request in requests:
         pooling.engine.add(request)

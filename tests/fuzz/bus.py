@@ -22,7 +22,13 @@ from nats import errors as nats_errors
 from nats.aio.client import Client as NatsClient
 
 from motet.cli.credentials import OPERATOR, grants
-from motet.shared import messages, subjects
+from motet.shared import subjects
+from motet.shared.wire.kv import OpenKv, ProbeKv, ReadKv
+from motet.shared.wire.prediction import Outcome, PredictRequest
+from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, ListAdapters, PinAdapter, RegisterAdapter
+from motet.shared.wire.request import Cancel, GenerateRequest
+from motet.shared.wire.stream import TokenFrame
+from motet.shared.wire.worker_state import Lease, WorkerDelta, WorkerNotice, WorkerSnapshot
 from tests.fuzz.mesh import TENANTS, FuzzMesh
 from tests.fuzz.values import MESSAGES, WORDS, payload
 from tests.support import eventually
@@ -36,23 +42,23 @@ HEADERS: tuple[dict[str, str] | None, ...] = (
     *({"Nats-TTL": "1s"}, {"KV-Operation": "?"}, {"Nats-Batch-Id": "b", "Nats-Batch-Sequence": "0"}),
 )
 SPOKEN: dict[str, tuple[type[msgspec.Struct], ...]] = {
-    subjects.SUBMIT: (messages.GenerateRequest,),
-    ".assign": (messages.GenerateRequest,),
-    ".control": (messages.Cancel,),
-    ".kv": (messages.OpenKv, messages.ReadKv, messages.ProbeKv),
-    ".state": (messages.WorkerSnapshot, messages.WorkerDelta),
-    ".notice": (messages.WorkerNotice,),
-    ".stream.": (messages.TokenFrame,),
-    subjects.PREDICT: (messages.PredictRequest,),
-    subjects.OUTCOME: (messages.Outcome,),
+    subjects.SUBMIT: (GenerateRequest,),
+    ".assign": (GenerateRequest,),
+    ".control": (Cancel,),
+    ".kv": (OpenKv, ReadKv, ProbeKv),
+    ".state": (WorkerSnapshot, WorkerDelta),
+    ".notice": (WorkerNotice,),
+    ".stream.": (TokenFrame,),
+    subjects.PREDICT: (PredictRequest,),
+    subjects.OUTCOME: (Outcome,),
     ".registry.": (
-        messages.RegisterAdapter,
-        messages.AliasAdapter,
-        messages.PinAdapter,
-        messages.DeleteAdapter,
-        messages.ListAdapters,
+        RegisterAdapter,
+        AliasAdapter,
+        PinAdapter,
+        DeleteAdapter,
+        ListAdapters,
     ),
-    subjects.KV_LEASES: (messages.Lease,),
+    subjects.KV_LEASES: (Lease,),
 }
 """What belongs on a subject that contains the word."""
 LARGE = 7 << 20  # the broker takes 8 MiB

@@ -168,7 +168,7 @@ class Worker:
         self.seq += 1
         briefs = [RequestBrief(r, epoch, "", 0, 3, index, 8, "running") for r, (epoch, index) in self.holds.items()]
         return WorkerSnapshot(
-            worker_id=self.worker_id, incarnation="1", seq=self.seq, sent_unix_ms=0, limits=worker_limits(), perf=PERF,
+            worker_id=self.worker_id, incarnation="1", seq=self.seq, limits=worker_limits(), perf=PERF,
             kv_blocks_free=10, adapter_bytes_free=10, draining=False, requests=briefs, adapters=[],
         )  # fmt: skip
 

@@ -10,24 +10,31 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from motet.shared import messages
 from motet.shared.bus import encode
+from motet.shared.wire.admin import ClusterStatus, StatusRequest
+from motet.shared.wire.kv import KvOpened, KvPart, OpenKv, ProbeKv, ReadKv
+from motet.shared.wire.prediction import Outcome, Prediction, PredictRequest
+from motet.shared.wire.refusal import Refused
+from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, ListAdapters, PinAdapter, RegisterAdapter, RegistryOk
+from motet.shared.wire.request import Accepted, Assigned, Cancel, GenerateRequest, Move
+from motet.shared.wire.stream import TokenFrame
+from motet.shared.wire.worker_state import Lease, Ping, Pong, WorkerDelta, WorkerNotice, WorkerSnapshot
 
 MESSAGES: tuple[Any, ...] = (
-    *(messages.GenerateRequest, messages.Assigned, messages.Accepted, messages.Refused, messages.TokenFrame, messages.Cancel),
-    *(messages.Ping, messages.Pong, messages.WorkerSnapshot, messages.Move),
-    *(messages.WorkerDelta, messages.WorkerNotice, messages.Lease, messages.StatusRequest, messages.ClusterStatus),
+    *(GenerateRequest, Assigned, Accepted, Refused, TokenFrame, Cancel),
+    *(Ping, Pong, WorkerSnapshot, Move),
+    *(WorkerDelta, WorkerNotice, Lease, StatusRequest, ClusterStatus),
     *(
-        messages.PredictRequest,
-        messages.Prediction,
-        messages.Outcome,
-        messages.RegisterAdapter,
-        messages.AliasAdapter,
-        messages.PinAdapter,
-        messages.DeleteAdapter,
+        PredictRequest,
+        Prediction,
+        Outcome,
+        RegisterAdapter,
+        AliasAdapter,
+        PinAdapter,
+        DeleteAdapter,
     ),
-    *(messages.ListAdapters, messages.RegistryOk),
-    *(messages.OpenKv, messages.ReadKv, messages.ProbeKv, messages.KvOpened, messages.KvPart),
+    *(ListAdapters, RegistryOk),
+    *(OpenKv, ReadKv, ProbeKv, KvOpened, KvPart),
 )
 """Every message but Drain, which a service may send and which ends a worker as it should."""
 

@@ -218,7 +218,7 @@ def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload
         kv_blocks_total=setting.kv_blocks,
         adapter_bytes_total=engine._runner.lora_bytes_total,
     )
-    core: WorkerCore[EngineRequest] = WorkerCore(View(limits), HostTier(storage.host_bytes, storage.disk_bytes), 1012)
+    core: WorkerCore[EngineRequest] = WorkerCore(View("w1", "", limits), HostTier(storage.host_bytes, storage.disk_bytes), 1012)
     told = Told(core, {adapter.digest: f"adapter {i}" for i, adapter in enumerate(adapters)})
     live = Live(engine, core, {adapter.digest: adapter for adapter in adapters}, told)
     live.serve(assignments(workload, prompts, adapters))

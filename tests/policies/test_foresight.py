@@ -143,7 +143,7 @@ def test_a_foreseen_copy_continues_for_the_request_that_was_foreseen() -> None:
 
 
 def core_with(room: int) -> WorkerCore[str]:
-    core: WorkerCore[str] = WorkerCore(View(worker_limits()), HostTier(room, None), 100, foresight=Foresight())
+    core: WorkerCore[str] = WorkerCore(View("w1", "", worker_limits()), HostTier(room, None), 100, foresight=Foresight())
     core.on(Registered({name: ref(name) for name in "abcdef"}), 0.0)
     return core
 

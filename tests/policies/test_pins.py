@@ -27,7 +27,7 @@ def ref(digest: str, size_bytes: int = SIZE) -> AdapterRef:
 
 def core_with(room: int = 10 * SIZE) -> WorkerCore[str]:
     limits = worker_limits(pin_slots=3, pin_bytes=room // 2)
-    core: WorkerCore[str] = WorkerCore(View(limits), HostTier(room, None), 100)
+    core: WorkerCore[str] = WorkerCore(View("w1", "", limits), HostTier(room, None), 100)
     core.on(Registered({name: ref(name) for name in "abcdef"}), 0.0)
     return core
 
@@ -62,7 +62,7 @@ def test_a_pinned_adapter_that_had_to_leave_the_device_comes_back() -> None:
 
 def test_a_copy_that_a_pin_brought_counts_as_no_use_of_the_adapter() -> None:
     core: WorkerCore[str] = WorkerCore(
-        View(worker_limits(pin_slots=1, pin_bytes=SIZE)), HostTier(2 * SIZE, None, eviction="score"), 100
+        View("w1", "", worker_limits(pin_slots=1, pin_bytes=SIZE)), HostTier(2 * SIZE, None, eviction="score"), 100
     )
     core.on(Registered({name: ref(name) for name in "abc"}), 0.0)
     core.on(Pinned([ref("a")]), 0.0)

@@ -6,15 +6,15 @@ import random
 
 from motet.policies.cluster.cluster_view import ClusterView
 from motet.policies.cluster.worker_book import DISK_SNAPSHOTS, MAX_BEATS, SNAPSHOT_REQUESTS, Cadence, Shelf, WorkerBook
+from motet.policies.worker.worker_view import View
 from motet.services.worker.engines.start_perf import START_PERF
-from motet.services.worker.state import WorkerView
 from motet.shared.model import Residency
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 from tests.support_worker import brief_of, generate_request, worker_limits
 
 
-def worker(incarnation: str = "first") -> WorkerView:
-    return WorkerView("w1", incarnation, worker_limits())
+def worker(incarnation: str = "first") -> View:
+    return View("w1", incarnation, worker_limits())
 
 
 def hear(book: WorkerBook, word: WorkerSnapshot | WorkerDelta, now_s: float = 0.0) -> bool:
@@ -42,7 +42,7 @@ def test_two_readers_of_the_same_messages_know_the_same_whatever_is_lost_repeate
                 incarnation += 1
                 said = worker(f"incarnation-{incarnation}")
             whole, lists_disk = chance.random() < 0.3, chance.random() < 0.3
-            word = said.snapshot(START_PERF, 0, lists_disk=lists_disk) if whole else said.delta(0)
+            word = said.snapshot(START_PERF, lists_disk=lists_disk) if whole else said.delta()
             late.append(word)
             if chance.random() < 0.1:
                 continue  # lost
@@ -50,7 +50,7 @@ def test_two_readers_of_the_same_messages_know_the_same_whatever_is_lost_repeate
                 word = chance.choice(late)
             assert len({hear(book, word) for book in books}) == 1
             assert [known.seq for known in books[0]] == [known.seq for known in books[1]]
-        last = said.snapshot(START_PERF, 0)
+        last = said.snapshot(START_PERF)
         assert all(hear(book, last) for book in books)
         held = shelf.of("w1")
         assert set(held.requests) == set(said.requests) == set(view.state.requests("w1"))
@@ -75,13 +75,13 @@ def test_a_snapshot_without_the_disk_leaves_what_readers_know_of_the_disk():
 
     place(a="disk", b="disk", c="host", d="device")
     everything = {"a": "disk", "b": "disk", "c": "host", "d": "device"}
-    assert tell(said.snapshot(START_PERF, 0)) == everything
-    short = said.snapshot(START_PERF, 0, lists_disk=False)
+    assert tell(said.snapshot(START_PERF)) == everything
+    short = said.snapshot(START_PERF, lists_disk=False)
     assert [one.digest for one in short.adapters] == ["c", "d"] and tell(short) == everything
     place(a=None, b="host", c="disk", d=None)  # in one of these messages or the next
-    tell(said.snapshot(START_PERF, 0, lists_disk=False))
+    tell(said.snapshot(START_PERF, lists_disk=False))
     assert said.changed, "what happened on disk is still to be told"
-    assert tell(said.delta(0)) == {"b": "host", "c": "disk"}
+    assert tell(said.delta()) == {"b": "host", "c": "disk"}
     assert not said.changed
 
 
@@ -96,16 +96,16 @@ def test_after_a_gap_only_facts_stated_in_full_count_until_the_next_snapshot():
     book, shelf = followed()
     said = worker()
     said.put(brief_of(generate_request("a")))
-    assert hear(book, said.snapshot(START_PERF, 0), 1.0)
+    assert hear(book, said.snapshot(START_PERF), 1.0)
     said.put(brief_of(generate_request("b")))
-    said.delta(0)  # lost
+    said.delta()  # lost
     said.put(brief_of(generate_request("c")))
     said.draining, said.kv_blocks_free = True, 3
-    assert not hear(book, said.delta(0), 2.0)
+    assert not hear(book, said.delta(), 2.0)
     known = book.get("w1")
     assert known is not None and set(shelf.of("w1").requests) == {"a"} and book.gaps == 1
     assert (known.draining, known.kv_blocks_free, known.heard_s, known.snapshot_s) == (True, 3, 2.0, 1.0)
-    assert hear(book, said.snapshot(START_PERF, 0), 3.0)
+    assert hear(book, said.snapshot(START_PERF), 3.0)
     assert set(shelf.of("w1").requests) == {"a", "b", "c"} and known.in_sync
 
 
@@ -113,20 +113,20 @@ def test_a_late_message_of_an_ended_incarnation_changes_nothing():
     book, shelf = followed()
     old, new = worker("first"), worker("second")
     old.put(brief_of(generate_request("a")))
-    hear(book, old.snapshot(START_PERF, 0))
-    assert hear(book, new.snapshot(START_PERF, 0))
-    assert not hear(book, old.snapshot(START_PERF, 0)) and not hear(book, old.delta(0))
+    hear(book, old.snapshot(START_PERF))
+    assert hear(book, new.snapshot(START_PERF))
+    assert not hear(book, old.snapshot(START_PERF)) and not hear(book, old.delta())
     assert shelf.of("w1").requests == {}
 
 
 def test_a_worker_that_was_silent_counts_again_and_one_that_was_lost_does_not():
     book, _ = followed()
     said = worker()
-    hear(book, said.snapshot(START_PERF, 0))
+    hear(book, said.snapshot(START_PERF))
     assert [known.worker_id for known in book.silent(1.0)] == ["w1"] and book.forget("w1")
-    assert hear(book, said.snapshot(START_PERF, 0), 1.0) and not book.silent(1.0)
+    assert hear(book, said.snapshot(START_PERF), 1.0) and not book.silent(1.0)
     assert book.lose("w1") and not book.lose("w1")
-    assert not hear(book, said.snapshot(START_PERF, 0)) and len(book) == 0
+    assert not hear(book, said.snapshot(START_PERF)) and len(book) == 0
 
 
 def test_a_shelf_keeps_so_many_requests_of_a_worker_and_no_more():
@@ -134,9 +134,9 @@ def test_a_shelf_keeps_so_many_requests_of_a_worker_and_no_more():
     book, said = WorkerBook(shelf), worker()
     for name in "abc":
         said.put(brief_of(generate_request(name)))
-    hear(book, said.snapshot(START_PERF, 0))
+    hear(book, said.snapshot(START_PERF))
     said.put(brief_of(generate_request("a"), "running"))
-    hear(book, said.delta(0))
+    hear(book, said.delta())
     requests = shelf.of("w1").requests
     assert set(requests) == {"a", "b"} and requests["a"].phase == "running"
 

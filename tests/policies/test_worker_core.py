@@ -45,7 +45,9 @@ def adapter(name: str, size_bytes: int = SIZE) -> AdapterRef:
 
 
 def core_with(room: int = 10 * SIZE, max_requests: int = 100) -> WorkerCore[str]:
-    core: WorkerCore[str] = WorkerCore(View(worker_limits(pin_slots=1, pin_bytes=SIZE)), HostTier(room, None), max_requests)
+    core: WorkerCore[str] = WorkerCore(
+        View("w1", "", worker_limits(pin_slots=1, pin_bytes=SIZE)), HostTier(room, None), max_requests
+    )
     core.on(Registered({name: adapter(name) for name in "abcdef"}), 0.0)
     return core
 

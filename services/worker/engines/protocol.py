@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -23,28 +22,6 @@ from motet.shared.model import Capability
 
 if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """Properties in which engines differ."""
-
-    exact_resume: Literal["sampled", "greedy"]
-    """Which resumed requests continue as the first worker would have: all of them, or greedy ones alone. Where adapters are
-    merged, this holds within a mode: merged and unmerged steps differ by rounding. It holds between workers whose weights and
-    KV caches have the same types."""
-    logprobs: bool
-    merged_adapters: bool
-    """Whether the weights of one adapter can be merged into those of the base."""
-    kv_types: frozenset[str]
-    """Data types that the KV cache can have; "model" is the type of the weights."""
-    preempts: Literal["worker", "engine"]
-    """Whose rules choose the request that gives way when KV memory is short: those of `policies.step.batch_admission` or the
-    engine's."""
-    kv_travels: bool = False
-    """Whether KV blocks can be read and written between steps, for requests that move."""
-    serves: frozenset[Capability] = frozenset()
-    """Optional capabilities. The worker announces them; requests that need others go to other workers."""
 
 
 class KvAccess(Protocol):
@@ -80,11 +57,11 @@ class EngineProtocol(Protocol):
 
     @property
     def kv(self) -> KvAccess | None:
-        """The engine's KV blocks; None without the capability `kv_travels`."""
+        """The engine's KV blocks; None where they cannot be read and written between steps."""
 
     @property
-    def capabilities(self) -> Capabilities:
-        """The properties of this engine."""
+    def serves(self) -> frozenset[Capability]:
+        """Optional capabilities. The worker announces them; requests that need others go to other workers."""
 
     async def start(self) -> None:
         """Start the engine. Returns when it takes commands; raises an error if it cannot start."""

@@ -20,4 +20,3 @@ class StepReport:
     failures: int
     kv_blocks_free: int
     adapter_bytes_free: int
-    prefill_tokens_waiting: int

@@ -125,11 +125,7 @@ class StepStats(Step, kw_only=True):
     merge_s: float = 0.0  # making the merged copy, before the step
     running: int = 0
     waiting: int = 0
-    schedule_s: float = 0.0
     load_s: float = 0.0  # adapters onto the device
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    postprocess_s: float = 0.0
 
 
 @dataclass(slots=True)

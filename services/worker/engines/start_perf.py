@@ -1,4 +1,4 @@
-"""The step times that a worker reports before it has measured its own."""
+"""The step times that a worker without a profile starts from."""
 
 from __future__ import annotations
 

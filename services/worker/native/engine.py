@@ -36,6 +36,7 @@ from motet.services.worker.native.kv_io import KvIo
 from motet.services.worker.native.merging import CopyMaker
 from motet.services.worker.native.sampler import Drawn, Sampler
 from motet.services.worker.native.seats import LiveSequence, Seats
+from motet.services.worker.native.step_clock import StepClock
 from motet.shared import clock
 from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
 from motet.shared.model import FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
@@ -119,6 +120,7 @@ class Engine:
             block_size=limits.block_size,
         )
         self._sampler = Sampler(admission.seats, self._vocab_size)
+        self.clock = StepClock()
         self._output = StepOutput()  # of the step to come; what happens between steps is reported with it
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
         self.pause_s = 0.0
@@ -135,12 +137,6 @@ class Engine:
         return self._core.adapter_bytes_free
 
     @property
-    def prefill_tokens_waiting(self) -> int:
-        """Tokens of waiting and running sequences that are not prefilled yet."""
-        behind = sum(live.length - live.computed for live in self._sequences())
-        return behind - sum(1 for live in self._state.running if live.length - live.computed == 1)
-
-    @property
     def cold_start(self) -> Forced:
         """How requests start whose adapter is being copied; "auto" where steps wait for copies."""
         cold = self._core.cold
@@ -150,11 +146,6 @@ class Engine:
     def cold_start(self, way: Forced) -> None:
         if self._core.cold is not None:
             self._core.cold.forced = way
-
-    @property
-    def merges(self) -> bool:
-        """Whether an adapter may be merged into a copy of the weights."""
-        return self._maker is not None
 
     def briefs(self) -> list[RequestBrief]:
         """Every request of this engine, waiting or running."""
@@ -215,19 +206,11 @@ class Engine:
         for digest in self._core.look(self._adapters):
             self._adapters.whole(digest)
         if self._core.busy:
-            began_s = clock.now_s()
+            self.clock.begin()
             plan = self._schedule(now_s, stats)
-            scheduled_s = clock.now_s()
-            stats.schedule_s = scheduled_s - began_s - stats.load_s
             drawn = self._run(plan, stats)
-            ran_s = clock.now_s()
             if drawn is not None:
-                self._postprocess(advance(plan), drawn, stats)
-            ended_s = clock.now_s()
-            stats.postprocess_s = ended_s - ran_s
-            if self._core.copy is not None and drawn is not None:
-                self._step_s = ended_s - began_s
-                self._weigh_modes(self._core.copy, plan, stats)
+                self._postprocess(plan, drawn, stats)
         self._sweep()
         ran = stats.decode_rows or stats.prefill_requests
         self.pause_s = 0.0 if ran else self._adapters.pause_s(self._core.wait_ms)
@@ -321,12 +304,12 @@ class Engine:
         count_plan(stats, plan.decodes, plan.prefills)
         if plan.merged:
             stats.without_lora()
+        self.clock.lap("schedule")
         return plan
 
     def _run(self, plan: StepPlan[LiveSequence], stats: StepStats) -> Drawn | None:
         if not plan.decodes and not plan.prefills:
             return None
-        began_s = clock.now_s()
         try:
             batch, rows, lengths = self._seats.build(plan, stats)
             if plan.merged:
@@ -334,13 +317,11 @@ class Engine:
                 batch.row_slot.fill(-1)
             else:
                 batch.slot_modes, stats.cold_rows = self._adapters.modes(self._core.cold, plan)
-            built_s = clock.now_s()
-            stats.schedule_s += built_s - began_s
+            self.clock.lap("schedule")
             logits = self._runner.forward(batch)
-            ran_s = clock.now_s()
-            stats.forward_s = ran_s - built_s
+            self.clock.lap("forward")
             drawn = self._sampler.sample(logits, rows, lengths) if rows.size else Drawn(rows)
-            stats.sample_s = clock.now_s() - ran_s
+            self.clock.lap("sample")
         except Exception as error:  # whatever it was, its requests must be answered and the others served
             self._output.failure = error
             for live in plan.decodes + plan.prefills:
@@ -351,13 +332,20 @@ class Engine:
 
     def _weigh_modes(self, copy: MergedCopy, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
         """Report a step to the merge policy: its duration for the gain of merging, its requests for the credits."""
+        self._step_s = self.clock.step_s
         stats.time_ms = 1000 * self._step_s
         copy.observe(stats)
         assert self._core.modes is not None, "an engine with a merged copy chooses between modes"
         self._core.modes.ran(1)
         stats.merging = MergeStats(plan.merged, plan.switched, plan.resting, copy.claimed_bytes, copy.lora)
 
-    def _postprocess(self, drawing: list[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
+    def _postprocess(self, plan: StepPlan[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
+        self._take_tokens(advance(plan), drawn, stats)
+        self.clock.lap("postprocess")
+        if self._core.copy is not None:
+            self._weigh_modes(self._core.copy, plan, stats)
+
+    def _take_tokens(self, drawing: list[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
         stats.sampled = len(drawing)
         broken = set(drawn.broken)
         for index, (live, token) in enumerate(zip(drawing, drawn.tokens.tolist(), strict=True)):
@@ -451,7 +439,7 @@ class Engine:
     # ---- adapters
 
     def _move_adapters(self, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
-        began_s = clock.now_s()
+        self.clock.lap("schedule")
         for digest, slot in plan.evictions:
             self._adapters.left(digest, slot)
         self._divide_memory()
@@ -470,7 +458,7 @@ class Engine:
             except Exception:  # its request finds out in its turn
                 log.exception("an adapter was not copied ahead", extra={"adapter": adapter.digest})
                 self._state.adapters.drop(adapter.digest)
-        stats.load_s = clock.now_s() - began_s
+        stats.load_s = self.clock.lap("load")
 
     def _divide_memory(self) -> None:
         """The boundary between KV blocks and adapters has moved: divide the device's memory accordingly."""

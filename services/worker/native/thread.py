@@ -19,17 +19,16 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from motet.services.worker import metrics
-from motet.services.worker.engines.protocol import Capabilities
 from motet.services.worker.engines.report import StepReport
 from motet.services.worker.engines.request import EngineRequest, StepOutput
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
+from motet.shared.model import Capability
 from motet.shared.telemetry import logger
 from motet.shared.wire.stream import StreamItem
 
@@ -42,14 +41,8 @@ log = logger("motet.worker.engine")
 MAX_AHEAD = 32  # reports
 MAX_COMMANDS = 16_384
 STOP_S = 10.0
-NATIVE = Capabilities(
-    exact_resume="sampled",
-    logprobs=True,
-    merged_adapters=True,
-    kv_types=frozenset({"model", "int8"}),
-    preempts="worker",
-    kv_travels=True,
-)
+NATIVE: frozenset[Capability] = frozenset()
+"""Motet's own engine has none of the optional capabilities."""
 
 
 class EngineThread:
@@ -63,16 +56,15 @@ class EngineThread:
         self._stopping = False
         self._busy_since: float | None = None
         self._failures = 0
-        self._merges = False
         self._step = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ---- the loop's side (`engines.protocol`)
 
     @property
-    def capabilities(self) -> Capabilities:
-        """The properties of Motet's own engine, with the options that it was started with."""
-        return NATIVE if self._merges else replace(NATIVE, merged_adapters=False)
+    def serves(self) -> frozenset[Capability]:
+        """The optional capabilities of Motet's own engine."""
+        return NATIVE
 
     @property
     def kv(self) -> ThreadKv:
@@ -148,7 +140,6 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build()
-            self._merges = engine.merges
         except BaseException as error:
             self._on_loop(_fail, self._built, error)
             return
@@ -224,7 +215,6 @@ class EngineThread:
                 failures=self._failures,
                 kv_blocks_free=engine.kv_blocks_free,
                 adapter_bytes_free=engine.adapter_bytes_free,
-                prefill_tokens_waiting=engine.prefill_tokens_waiting,
             ),
         )
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -35,7 +35,6 @@ from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.step.engine_entry import EngineEntry, EntryLimits
 from motet.policies.step.request_queues import QueuesName, make_queues
 from motet.services.worker import metrics
-from motet.services.worker.engines.protocol import Capabilities
 from motet.services.worker.engines.report import StepReport
 from motet.services.worker.engines.request import EngineRequest, ResidencyChange, StepOutput, StepStats
 from motet.services.worker.vllm_engine.adapters import CoreAdapters
@@ -52,21 +51,14 @@ from motet.services.worker.vllm_engine.requests import (
 )
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, MotetError, WorkerLost
-from motet.shared.model import RequestBrief
+from motet.shared.model import Capability, RequestBrief
 from motet.shared.telemetry import logger
 from motet.shared.wire.stream import StreamItem
 
 log = logger("motet.worker.vllm")
-VLLM = Capabilities(
-    exact_resume="greedy",
-    logprobs=True,
-    merged_adapters=False,
-    kv_types=frozenset({"model"}),
-    preempts="engine",
-    serves=frozenset({"structured", "prompt_logprobs"}),
-)
-POOLING = replace(VLLM, logprobs=False, serves=frozenset({"embeddings"}))
-"""The capabilities of a pooling model (`--runner pooling`)."""
+VLLM: frozenset[Capability] = frozenset({"structured", "prompt_logprobs"})
+POOLING: frozenset[Capability] = frozenset({"embeddings"})
+"""What a pooling model serves (`--runner pooling`)."""
 AHEAD = 2
 """Requests in vLLM's queue beyond the sequences that it runs: a seat that becomes free is taken in the next step."""
 RESTARTS = 3
@@ -110,13 +102,13 @@ class VllmEngine:
         self._adapters = CoreAdapters(self._spawn, self._was_read)
 
     @property
-    def capabilities(self) -> Capabilities:
+    def serves(self) -> frozenset[Capability]:
         """What vLLM can do under this worker, known once it has started. Without a tokenizer it follows no constraint."""
         if self.core.pools:
             return POOLING
         if self.core.tokenizer is None:
-            return replace(VLLM, serves=VLLM.serves - {"structured"})
-        return replace(VLLM, serves=VLLM.serves | {"images"}) if self.core.reader is not None else VLLM
+            return VLLM - {"structured"}
+        return VLLM | {"images"} if self.core.reader is not None else VLLM
 
     # ---- life
 
@@ -501,6 +493,5 @@ class VllmEngine:
                 failures=self._failures,
                 kv_blocks_free=self._blocks_free if self._up else 0,
                 adapter_bytes_free=self._entry.slots.bytes_free,
-                prefill_tokens_waiting=sum(one.length for one in (*state.waiting, *state.running) if not one.reported),
             )
         )

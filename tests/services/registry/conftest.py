@@ -15,7 +15,6 @@ from motet.services.registry.config import RegistryConfig
 from motet.services.registry.service import RegistryService
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.clock import unix_ms
 from motet.shared.errors import MotetError, from_info
 from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
 from motet.shared.wire.registry import (
@@ -97,7 +96,6 @@ def snapshot(*requests: RequestBrief, seq: int = 1, worker: str = "w1", incarnat
         worker_id=worker,
         incarnation=incarnation,
         seq=seq,
-        sent_unix_ms=unix_ms(),
         limits=WorkerLimits(
             base_model="tiny-base",
             max_model_len=128,

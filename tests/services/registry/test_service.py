@@ -19,7 +19,6 @@ from motet.services.registry.store import check_name
 from motet.shared import subjects
 from motet.shared.adapter_blob import digest_of, read_index
 from motet.shared.adapter_watch import AdapterWatch
-from motet.shared.clock import unix_ms
 from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, InvalidAdapter, MotetError
 from motet.shared.model import TensorDigest
 from motet.shared.wire.worker_state import WorkerDelta
@@ -156,7 +155,6 @@ async def test_delete_in_use_is_refused_unless_forced_or_another_name_keeps_the_
         worker_id="w1",
         incarnation="first",
         seq=2,
-        sent_unix_ms=unix_ms(),
         kv_blocks_free=64,
         adapter_bytes_free=1,
         draining=False,

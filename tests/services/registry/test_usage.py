@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from motet.services.registry.usage import IDLE_S, STALE_S, Usage
-from motet.shared.clock import unix_ms
 from motet.shared.wire.worker_state import WorkerDelta
 from tests.services.registry.conftest import brief, snapshot
 
@@ -15,7 +14,6 @@ def delta(seq: int, *, removed: tuple[str, ...] = ()) -> WorkerDelta:
         worker_id="w1",
         incarnation="first",
         seq=seq,
-        sent_unix_ms=unix_ms(),
         kv_blocks_free=64,
         adapter_bytes_free=1,
         draining=False,

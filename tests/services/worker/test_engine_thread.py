@@ -22,7 +22,7 @@ from tests.support import eventually
 class ScriptedEngine:
     """One token per request and step. The test decides what fails. Checks that only one thread calls it."""
 
-    kv_blocks_free, adapter_bytes_free, prefill_tokens_waiting = 10, 20, 0
+    kv_blocks_free, adapter_bytes_free = 10, 20
     pause_s = 0.0
     merges = False
 

@@ -27,7 +27,6 @@ def report(began_ms: float, time_ms: float = 0.0, *, running: int = 1, loaded: i
         failures=0,
         kv_blocks_free=0,
         adapter_bytes_free=0,
-        prefill_tokens_waiting=0,
     )
 
 

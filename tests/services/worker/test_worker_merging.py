@@ -44,7 +44,6 @@ async def merged(worker: Running, adapter: AdapterFixture) -> AdapterRef:
 
 async def test_the_adapter_of_all_requests_is_merged_and_metrics_say_so(start, adapters, oracle):
     worker = await start(merge="on")
-    assert worker.service.engine.capabilities.merged_adapters
     steps, seconds = value(metrics.MERGED_STEPS), value(metrics.MERGE_S)
     ref = await merged(worker, adapters[MERGED])
     asked = generate(PROMPT, adapter=ref, max_tokens=TOKENS)
@@ -78,5 +77,4 @@ async def test_a_request_continues_at_another_worker_of_the_same_mode_as_it_woul
 
 async def test_without_the_option_nothing_is_merged(start, adapters):
     worker = await start()
-    assert not worker.service.engine.capabilities.merged_adapters
     assert worker.engine._core.modes is None

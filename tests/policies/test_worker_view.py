@@ -7,8 +7,8 @@ import random
 import msgspec
 import pytest
 
+from motet.policies.worker.worker_view import View
 from motet.services.worker.engines.start_perf import START_PERF
-from motet.services.worker.state import WorkerView
 from motet.shared.model import Residency
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 from tests.support_worker import brief_of, generate_request, worker_limits
@@ -49,8 +49,8 @@ def as_sets(snapshot: WorkerSnapshot) -> tuple[object, ...]:
 @pytest.mark.parametrize("seed", range(20))
 def test_deltas_rebuild_the_next_snapshot_whatever_happens(seed):
     random_ = random.Random(seed)
-    view = WorkerView("w1", "first", worker_limits())
-    known = view.snapshot(START_PERF, 0)
+    view = View("w1", "first", worker_limits())
+    known = view.snapshot(START_PERF)
     for _ in range(60):
         for _ in range(random_.randrange(4)):
             request_id, digest = f"r{random_.randrange(6)}", f"d{random_.randrange(5)}"
@@ -67,41 +67,41 @@ def test_deltas_rebuild_the_next_snapshot_whatever_happens(seed):
         view.kv_blocks_free = random_.randrange(512)
         view.draining = view.draining or random_.random() < 0.02
         if random_.random() < 0.2:
-            known = view.snapshot(START_PERF, 0)
+            known = view.snapshot(START_PERF)
         elif view.changed:
-            known = apply(known, view.delta(0))
+            known = apply(known, view.delta())
     if view.changed:
-        known = apply(known, view.delta(0))
+        known = apply(known, view.delta())
     known = msgspec.structs.replace(known, seq=known.seq + 1, kv_blocks_free=view.kv_blocks_free)
-    assert as_sets(known) == as_sets(view.snapshot(START_PERF, 0))
+    assert as_sets(known) == as_sets(view.snapshot(START_PERF))
 
 
 def test_a_snapshot_tells_the_merged_adapter_and_its_share_of_the_requests():
-    view = WorkerView("w1", "first", worker_limits())
+    view = View("w1", "first", worker_limits())
     for name, adapter in (("a", 8), ("b", 8), ("c", 8), ("base", 0)):
         view.put(brief_of(generate_request(name, rank=adapter), "running"))
-    unmerged = view.snapshot(START_PERF, 0)
+    unmerged = view.snapshot(START_PERF)
     view.merged = view.requests["a"].adapter_digest
-    merged = view.snapshot(START_PERF, 0)
+    merged = view.snapshot(START_PERF)
     assert (unmerged.merged, unmerged.merged_share) == ("", 0.0)
     assert (merged.merged, merged.merged_share) == (view.merged, 0.75)
 
 
 def test_what_comes_and_goes_between_two_deltas_is_reported_as_gone():
-    view = WorkerView("w1", "first", worker_limits())
-    view.snapshot(START_PERF, 0)
+    view = View("w1", "first", worker_limits())
+    view.snapshot(START_PERF)
     view.put(brief_of(generate_request("r1")))
     view.remove("r1")
-    delta = view.delta(0)
+    delta = view.delta()
     assert delta.changed == [] and delta.removed == ["r1"]
     assert not view.changed
 
 
 def test_token_progress_rides_on_snapshots_without_a_delta_of_its_own():
-    view = WorkerView("w1", "first", worker_limits())
+    view = View("w1", "first", worker_limits())
     view.put(brief_of(generate_request("r1"), "running"))
-    view.snapshot(START_PERF, 0)
+    view.snapshot(START_PERF)
     view.progress("r1", 7)
     view.progress("unknown", 7)
     assert not view.changed
-    assert view.snapshot(START_PERF, 0).requests[0].output_tokens == 7
+    assert view.snapshot(START_PERF).requests[0].output_tokens == 7
