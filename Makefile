@@ -21,7 +21,7 @@ VLLM_MOTET_STAMP := $(VLLM_VENV)/.installed-motet
 LLAMA_VENV := .venv-llama
 LLAMA_STAMP := $(LLAMA_VENV)/.installed
 
-.PHONY: help setup serve test vllm test-vllm chaos fuzz soak mutants first-hour demo check format sanitize bench-quick bench-peers gpu-bundle triton-other compose-secrets compose-test lock clean
+.PHONY: help setup serve test vllm test-vllm chaos fuzz soak parity mutants first-hour demo check format sanitize bench-quick bench-peers gpu-bundle triton-other compose-secrets compose-test lock clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -58,6 +58,9 @@ fuzz: $(DEV_STAMP) ## send malformed input to every interface for ten minutes; i
 
 soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going; memory and handles may not grow (ARGS="--minutes 5")
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
+
+parity: $(DEV_STAMP) ## the live engine and the twin under every order of requests and every eviction: equal batches
+	@$(BIN)/python -m tests.parity.every_policy
 
 mutants: $(DEV_STAMP) ## alter 300 lines of policies/, one at a time, and see that a test fails for each (CONTRIBUTING.md)
 	@$(BIN)/python .ci/mutants.py $(ARGS)

@@ -44,8 +44,7 @@ from bench.chameleon_parts import (
     waiting,
 )
 from bench.watch import Watch
-from motet.policies.memory.eviction import EvictionName
-from motet.policies.step.request_queues import QueuesName
+from motet.shared.worker_options import EvictionName, QueuesName
 
 SLO_FACTOR = 5.0
 LOADS = (6.0, 8.0, 9.0)

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from bench.predictor import made_up_requests
 from motet.policies.lengths.features import unpack
 from motet.policies.lengths.model import Curve
-from motet.policies.memory.eviction import EvictionName, Lru
-from motet.policies.step.request_queues import QueuesName
+from motet.policies.memory.eviction import Lru
 from motet.policies.times.perf_model import MIB
 from motet.services.predictor.examples import read_examples
 from motet.services.predictor.fit import fit
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.shared.profile import EngineSteps
+from motet.shared.worker_options import EvictionName, QueuesName, WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.link import LinkModel
 from motet.twin.memory import LLAMA2_7B
@@ -212,8 +212,10 @@ def worker(case: Case) -> WorkerSpec:
         link=LinkModel(
             bytes_per_s=256 * MIB / (case.copy_ms / 1e3), layers=LLAMA2_7B.layers, cold_start="blocking", drag=case.drag
         ),
-        max_step_tokens=STEP_TOKENS, max_loras=4096, eviction=policy.eviction, queues=policy.queues,
-        prefetch=policy.prefetch, foresight=policy.foresight,
+        options=WorkerOptions(
+            max_step_tokens=STEP_TOKENS, max_loras=4096, eviction=policy.eviction, queues=policy.queues,
+            prefetch=policy.prefetch, foresight=policy.foresight,
+        ),
     )  # fmt: skip
 
 

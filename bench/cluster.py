@@ -43,6 +43,7 @@ from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.dispatch import POLICIES
 from motet.policies.times.perf_model import MIB
 from motet.shared.model import PerfModel, Slo, WorkerLimits
+from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.memory import LLAMA2_7B
 from motet.twin.metrics import Latencies
@@ -414,7 +415,7 @@ def simulate(
         block_size=BLOCK_SIZE, kv_blocks_total=16 * KV_BLOCKS if roomy else KV_BLOCKS,
         adapter_bytes_total=(64 if roomy or cached else 1) * ADAPTER_MIB * int(MIB), max_lora_rank=max(RANKS),
     )  # fmt: skip
-    spec = WorkerSpec(limits=limits, perf=perf, steps=PerfSteps(perf), max_loras=4096 if cached else 256)
+    spec = WorkerSpec(limits=limits, perf=perf, steps=PerfSteps(perf), options=WorkerOptions(max_loras=4096 if cached else 256))
     cluster = Cluster(
         workload,
         [spec] * workers,

@@ -34,6 +34,7 @@ from motet.policies.cluster.rebalance import RebalanceConfig
 from motet.policies.step.merge_decision import MergeConfig, MergeCosts
 from motet.policies.times.perf_model import Floats
 from motet.shared.model import PerfModel, Slo, WorkerLimits
+from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import BalanceSpec, Cluster
 from motet.twin.link import LinkModel
 from motet.twin.metrics import Latencies
@@ -284,8 +285,7 @@ def build(case: Case) -> Cluster:
         perf=PERF,
         steps=LoraShare(PerfSteps(PERF, context_token_ps=CONTEXT_TOKEN_PS), system.lora),
         link=LINK,
-        max_step_tokens=2048,
-        max_loras=64,
+        options=WorkerOptions(max_step_tokens=2048, max_loras=64),
         merging=merging,
     )
     if system.pooled:
@@ -324,7 +324,13 @@ def _pool(spec: WorkerSpec, case: Case) -> WorkerSpec:
     )
     steps = LoraShare(PerfSteps(each, context_token_ps=CONTEXT_TOKEN_PS // count), case.system.lora)
     return replace(
-        spec, limits=limits, perf=each, steps=steps, max_step_tokens=spec.max_step_tokens * count, max_loras=case.adapters
+        spec,
+        limits=limits,
+        perf=each,
+        steps=steps,
+        options=msgspec.structs.replace(
+            spec.options, max_step_tokens=spec.options.max_step_tokens * count, max_loras=case.adapters
+        ),
     )
 
 

@@ -243,7 +243,8 @@ def _capacity(profile: TwinProfile) -> float:
         ranks=ranks,
         adapter_bytes=ranks * 60_000,
     )
-    spec = replace(profile.spec(), max_loras=64, limits=msgspec.structs.replace(profile.limits, max_waiting=count))
+    options = msgspec.structs.replace(profile.engine, max_loras=64)
+    spec = replace(profile.spec(), options=options, limits=msgspec.structs.replace(profile.limits, max_waiting=count))
     cluster = Cluster(workload, [spec], None)
     cluster.run()
     out_s = np.sort(cluster.metrics.end_ps)[seats:-seats] / PS_PER_S  # neither those that began together nor the last ones

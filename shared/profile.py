@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from motet.shared.model import EngineSteps, PerfModel, WorkerLimits
+from motet.shared.worker_options import WorkerOptions
 
 VERSION = 1
 MAY_BE_ZERO = {"kv_block_bytes", "kv_token_bytes", "pin_slots", "pin_bytes"}
@@ -43,14 +44,6 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     schedule_ms: _Ms = 0.0
     waiting_ms: _Ms = 0.0  # per request that waits
     context_token_ms: _Ms = 0.0  # per token in the KV cache of the step's sequences
-
-
-class EngineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The configuration of the worker, except for its limits."""
-
-    max_step_tokens: _Count = 512
-    max_loras: _Count = 64
-    prefix_cache: bool = False
 
 
 class StorageTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +99,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fit: FitFacts | None = None
     steps: Steps = Steps()
     engine_steps: EngineSteps | None = None  # simulated by instead of `perf` and `steps`, where there
-    engine: EngineFacts = EngineFacts()
+    engine: WorkerOptions = WorkerOptions()
     storage: StorageTimes = StorageTimes()
     hops: Hops = Hops()
     link: LinkFacts | None = None  # None: a step waits for the copies it needs, as `perf` says

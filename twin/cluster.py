@@ -220,7 +220,7 @@ class Cluster:
         index = int(request_id)
         worker = self.workers[self.metrics.worker[index]]
         if self.metrics.worker[index] >= 0 and worker.worker_id != to:
-            fetch = fetch and worker.spec.prefix_cache
+            fetch = fetch and worker.spec.options.prefix_cache
             worker.give(request_id, lambda live: self._handed(live, to, fetch))
 
     def _handed(self, live: Live, to: str, fetch: bool) -> None:

@@ -40,9 +40,7 @@ class TwinProfile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fie
                 disk=Link(storage.disk_base_ms, storage.disk_ms_per_mib),
                 store=Link(storage.store_base_ms, storage.store_ms_per_mib),
             ),
-            max_step_tokens=self.engine.max_step_tokens,
-            max_loras=self.engine.max_loras,
-            prefix_cache=self.engine.prefix_cache,
+            options=self.engine,
             link=None if self.link is None else _link(self.link),
         )
 

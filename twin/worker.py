@@ -23,19 +23,14 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from motet.policies.memory.adapter_slots import AdapterSlots
-from motet.policies.memory.eviction import EvictionName, make_eviction
-from motet.policies.memory.host_tier import HostTier, Load
-from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.memory.host_tier import Load
 from motet.policies.memory.kv_travel import travel
-from motet.policies.step.batch_admission import AdmissionLimits, Queues
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, extend_keys, steady_steps
 from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Modes
 from motet.policies.step.plan_numbers import count_plan
-from motet.policies.step.request_queues import QueuesName, make_queues
-from motet.policies.worker.foresight import Foresight
+from motet.policies.worker.assemble import DeviceMemory, batch_core, worker_core
 from motet.policies.worker.request_life import Entry
 from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import (
@@ -57,6 +52,7 @@ from motet.policies.worker.worker_events import (
 from motet.policies.worker.worker_view import View
 from motet.shared.model import AdapterRef, PerfModel, RequestBrief, WorkerLimits
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
+from motet.shared.worker_options import DEFAULTS, WorkerOptions
 from motet.twin.events import MESSAGE, PS_PER_S, STEP, Events, to_ps
 from motet.twin.link import Copies, LinkModel
 from motet.twin.metrics import Metrics
@@ -91,13 +87,7 @@ class WorkerSpec:
     steps: StepModel  # as it is
     storage: StorageModel = EVERYTHING_IN_HOST
     link: LinkModel | None = None  # None: an adapter is copied to the device before a step, and the step takes longer
-    max_step_tokens: int = 512
-    max_loras: int = 64
-    prefix_cache: bool = False
-    eviction: EvictionName = "next-use"
-    queues: QueuesName = "fcfs"
-    prefetch: int = 0  # waiting requests whose adapters are copied before their turn
-    foresight: bool = False  # adapters are brought before a request asks for them
+    options: WorkerOptions = DEFAULTS
     merging: MergeSpec | None = None  # the engine can merge an adapter into its weights
 
 
@@ -147,33 +137,13 @@ class Worker:
         limits = spec.limits
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
-        admission = AdmissionLimits(
-            max_running=limits.max_running, max_step_tokens=spec.max_step_tokens, prefetch=spec.prefetch
-        )
-        self._copies = Copies(spec.link, spec.perf) if spec.link is not None else None
-        cold = ColdStarts(spec.link.layers, spec.max_step_tokens, spec.link.cold_start) if spec.link is not None else None
-        token_bytes = limits.kv_block_bytes / limits.block_size
-        queues: Queues[Live] | None = make_queues(
-            spec.queues, total_tokens=limits.kv_blocks_most * limits.block_size, token_bytes=token_bytes
-        )
-        self.batches: BatchCore[Live] = BatchCore(
-            admission,
-            kv=KvBlocks(
-                limits.kv_blocks_total,
-                limits.block_size,
-                prefix_cache=spec.prefix_cache,
-                capacity=limits.kv_blocks_most,
-                block_bytes=limits.kv_block_bytes,
-            ),
-            slots=AdapterSlots(
-                spec.max_loras,
-                limits.adapter_bytes_total,
-                asynchronous=cold is not None,
-                eviction=make_eviction(spec.eviction),
-            ),
-            cold=cold,
-            shared=limits.kv_block_bytes > 0,
-            queues=queues,
+        options, link = spec.options, spec.link
+        self._copies = Copies(link, spec.perf) if link is not None else None
+        self.batches: BatchCore[Live] = batch_core(
+            DeviceMemory.of(limits),
+            options,
+            max_running=limits.max_running,
+            cold=ColdStarts(link.layers, options.max_step_tokens, link.cold_start) if link is not None else None,
             modes=spec.merging.modes() if spec.merging is not None else None,
         )
         self._modes = self.batches.modes
@@ -181,11 +151,8 @@ class Worker:
             self.batches.boundary.costs.perf = spec.perf
         self.state = self.batches.state
         self.view = View(self.worker_id, "", limits)
-        self.core: WorkerCore[Live] = WorkerCore(
-            view=self.view,
-            host=HostTier(spec.storage.host_bytes, spec.storage.disk_bytes, eviction=spec.eviction),
-            max_requests=limits.max_running + limits.max_waiting,
-            foresight=Foresight() if spec.foresight else None,
+        self.core: WorkerCore[Live] = worker_core(
+            self.view, options, host_bytes=spec.storage.host_bytes, disk_bytes=spec.storage.disk_bytes
         )
         self.storage = Storage(spec.storage, events, self._loaded)
         self.busy_ps = 0
@@ -199,7 +166,7 @@ class Worker:
         self._foreseen: list[CopyIn] = []  # to be looked at between two steps
         self._leaving: list[tuple[Live, Callable[[Live], None]]] = []  # requests that are handed over after the present step
         self._landing: list[Entry[Live]] = []  # requests whose KV blocks have come
-        if spec.foresight:
+        if options.foresight:
             events.at(events.now_ps + TICK_PS, STEP, self._tick)
 
     # ---- requests
@@ -224,7 +191,7 @@ class Worker:
         live = Live(
             order=0,
             due_s=due_s(now_s, brief.ttft_slo_ms) if before is None else before.due_s,
-            tokens=_content(request, end_length) if self.spec.prefix_cache else NO_CONTENT,
+            tokens=_content(request, end_length) if self.spec.options.prefix_cache else NO_CONTENT,
             length=length,
             last_token_ps=before.last_token_ps if before is not None else -1,
             expected_length=request.prompt_tokens + predicted_tokens,

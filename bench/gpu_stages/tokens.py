@@ -35,6 +35,7 @@ from motet.services.worker.native.runner import ModelRunner
 from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.clock import now_s
 from motet.shared.model import SamplingParams
+from motet.shared.worker_options import WorkerOptions
 
 BLOCK = 8
 TIE = 1e-3  # two logits as near as this may change places between two ways of computing them
@@ -107,8 +108,9 @@ class Tokens:
         runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, **options)
         recorded = _graphs(self._bed, runner) if graphs else None
         blocks = _Divisions(runner).blocks
-        limits = EngineLimits(max_running=64, max_step_tokens=256, block_size=BLOCK, kv_blocks=kv_blocks, max_loras=max_loras)
-        engine = Engine(runner, limits, cold_start=cold)
+        limits = EngineLimits(max_running=64, block_size=BLOCK, kv_blocks=kv_blocks)
+        decides = WorkerOptions(max_step_tokens=256, max_loras=max_loras, prefix_cache=True)
+        engine = Engine(runner, limits, decides, cold_start=cold)
         try:
             adapters = {name: _host(name, runner) for name in self._names}
             if assist:

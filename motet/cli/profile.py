@@ -27,7 +27,7 @@ from motet.shared.config import BusConfig, ConfigError, load
 from motet.shared.errors import MotetError
 from motet.shared.hub import resolve_model
 from motet.shared.model import EngineSteps, PerfModel
-from motet.shared.profile import VERSION, EngineFacts, FitFacts, Hops, Profile, Steps, StorageTimes, write_profile
+from motet.shared.profile import VERSION, FitFacts, Hops, Profile, Steps, StorageTimes, write_profile
 from motet.shared.provision import provision
 
 if TYPE_CHECKING:
@@ -92,11 +92,7 @@ def profile(out: Path, seconds: float, **options: object) -> None:
             fit=FitFacts(r2_prefill=fitted.r2_prefill, r2_decode=fitted.r2_decode, steps=len(steps)),
             steps=Steps(context_token_ms=fitted.context_token_ms),
             engine_steps=fine,
-            engine=EngineFacts(
-                max_step_tokens=config.batch.max_step_tokens,
-                max_loras=config.adapters.max_loras,
-                prefix_cache=config.kv.prefix_cache,
-            ),
+            engine=config.options,
             storage=StorageTimes(
                 host_mib=config.adapters.host_cache_mib,
                 disk_mib=config.adapters.disk_cache_mib,

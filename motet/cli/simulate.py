@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import click
+import msgspec
 import numpy as np
 import orjson
 from numpy.random import Generator
@@ -17,6 +18,7 @@ from motet.cli.chat import terminal
 from motet.cli.progress import bar
 from motet.policies.cluster.dispatch import POLICIES
 from motet.shared.model import Slo
+from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.figures import Result, table_rows
 from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B
@@ -63,6 +65,7 @@ class Number(click.FloatRange):
         return number
 
 
+OPTIONS = [field.name for field in msgspec.structs.fields(WorkerOptions)]
 POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 
 
@@ -103,6 +106,13 @@ POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 @click.option("--slo-ttft-ms", type=POSITIVE, default=Slo().ttft_slo_ms, show_default=True, help="TTFT objective of requests.")
 @click.option("--slo-tpot-ms", type=POSITIVE, default=Slo().tpot_slo_ms, show_default=True, help="TPOT objective of requests.")
 @click.option("--profile", type=EXISTING, help="Worker profile from `motet profile`.  [default: Llama-2-7B on an A10]")
+@click.option(
+    "--set",
+    "changes",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help=f"Change an option of the profile's worker: {', '.join(OPTIONS)} (repeatable), e.g. queues=chameleon.",
+)
 @click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Number of workers.")
 @click.option(
     "--policy", "policies", type=click.Choice(sorted(POLICIES)), multiple=True, help="Scheduling policy (repeat to compare)."
@@ -133,6 +143,7 @@ def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies
     html = _report() if page is not None else None
     try:
         profile = read_profile(options["profile"]) if options["profile"] else a10_llama2_7b()
+        profile = msgspec.structs.replace(profile, engine=changed(profile.engine, options["changes"]))
         workload = build(np.random.default_rng(options["seed"]), options)
         results = [run(name, workload, profile, options) for name in policies or ("motet",)]
         if save_trace is not None:
@@ -155,6 +166,21 @@ def _report() -> Callable[[str, str, Sequence[Result]], str]:
     except ModuleNotFoundError as error:
         raise click.ClickException(f"--html needs {error.name}: pip install 'motet[plots]'") from None
     return html
+
+
+def changed(options: WorkerOptions, changes: Sequence[str]) -> WorkerOptions:
+    """The worker's options with those of `--set`. Raises ClickException naming the option and the reason."""
+    given = dict(change.partition("=")[::2] for change in changes)
+    for name, value in given.items():
+        if name not in OPTIONS:
+            raise click.ClickException(f"--set {name}: there is no such option; one of {', '.join(OPTIONS)}")
+        try:
+            msgspec.convert({name: value}, WorkerOptions, strict=False)
+        except msgspec.ValidationError as error:
+            choices = ", ".join(get_args(get_type_hints(WorkerOptions)[name]))
+            reason = f"one of {choices}" if choices else str(error).partition(" - at")[0]
+            raise click.ClickException(f"--set {name}={value}: {reason}") from None
+    return msgspec.convert(msgspec.to_builtins(options) | given, WorkerOptions, strict=False)
 
 
 def build(rng: Generator, options: dict[str, Any]) -> Workload:

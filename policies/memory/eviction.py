@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from motet.policies.memory.next_request import NextRequest
+from motet.shared.worker_options import EvictionName
 
-EvictionName = Literal["lru", "score", "fair-share", "gdsf", "next-use", "none"]
 REFRESH_S = 300.0
 """T_refresh: uses before that count no more."""
 Cost = Callable[[str, int], float]

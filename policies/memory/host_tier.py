@@ -23,8 +23,9 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from motet.policies.memory.eviction import Eviction, EvictionName, make_eviction
+from motet.policies.memory.eviction import Eviction, make_eviction
 from motet.shared.model import AdapterRef, Tier
+from motet.shared.worker_options import EvictionName
 
 LOADS_AT_ONCE = 4
 DISK_S, DISK_BYTES_PER_S = 0.001, 2e9

@@ -25,15 +25,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import pairwise
-from typing import Generic, Literal
+from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.step.batch_admission import Queues, steps_left
 from motet.policies.step.batch_state import PATIENCE, AdmissionState, S
+from motet.shared.worker_options import QueuesName
 
-QueuesName = Literal["fcfs", "sjf", "static", "chameleon", "motet"]
 Floats = NDArray[np.float64]
 INPUT, OUTPUT = 0.4, 0.6
 """A and B of the weighted request size."""

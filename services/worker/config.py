@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from motet.policies.memory.eviction import EvictionName
 from motet.policies.step.cold_start import Forced
-from motet.policies.step.request_queues import QueuesName
 from motet.shared.adapter_blob import PAGE_RANKS, pages_for
 from motet.shared.config import (
     COMMON,
@@ -22,6 +20,7 @@ from motet.shared.config import (
     MaxLoraRank,
     ServiceConfig,
 )
+from motet.shared.worker_options import EvictionName, QueuesName, WorkerOptions
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -109,11 +108,6 @@ class BatchConfig(Config, frozen=True, kw_only=True):
             " quotas), static (four fixed queues), sjf (shortest predicted output first)"
         ),
     ] = "fcfs"
-
-    @property
-    def max_requests(self) -> int:
-        """Requests that the worker holds at most, running or waiting."""
-        return self.max_running + self.max_waiting
 
 
 class KvConfig(Config, frozen=True, kw_only=True):
@@ -251,6 +245,19 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     kv: KvConfig = KvConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     cold: ColdConfig = ColdConfig()
+
+    @property
+    def options(self) -> WorkerOptions:
+        """The options on which the worker's decisions depend."""
+        return WorkerOptions(
+            max_step_tokens=self.batch.max_step_tokens,
+            max_loras=self.adapters.max_loras,
+            prefix_cache=self.kv.prefix_cache,
+            queues=self.batch.queues,
+            eviction=self.adapters.adapter_eviction,
+            prefetch=self.adapters.adapter_prefetch,
+            foresight=self.adapters.adapter_foresight,
+        )
 
     @property
     def engine_threads(self) -> int:

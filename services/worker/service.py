@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from motet.policies.memory.host_tier import HostTier
 from motet.policies.memory.kv_blocks import cache_scope
 from motet.policies.times.step_times import StepTimes
-from motet.policies.worker.foresight import Foresight
+from motet.policies.worker.assemble import worker_core
 from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import Assign, CancelRequest, Close, OwnerLost, Pinned, Registered, Stepped, Tick
 from motet.policies.worker.worker_view import View
@@ -185,16 +184,12 @@ class WorkerService:
         self.reporter = StateReporter(bus, self.view, self._times)
         self.frames = FrameSender(bus, self.worker_id, self._cancel)
         files = AdapterFiles(config.adapters.adapter_cache_dir)
-        self.core: WorkerCore[EngineRequest] = WorkerCore(
-            view=self.view,
-            host=HostTier(
-                config.adapters.host_cache_mib * MIB,
-                config.adapters.disk_cache_mib * MIB,
-                files=files.found,
-                eviction=config.adapters.adapter_eviction,
-            ),
-            max_requests=config.batch.max_requests,
-            foresight=Foresight() if config.adapters.adapter_foresight else None,
+        self.core: WorkerCore[EngineRequest] = worker_core(
+            self.view,
+            config.options,
+            host_bytes=config.adapters.host_cache_mib * MIB,
+            disk_bytes=config.adapters.disk_cache_mib * MIB,
+            files=files.found,
         )
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
         self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.assembly.parse_adapter)

@@ -43,6 +43,30 @@ def test_the_same_seed_gives_the_same_json_to_the_byte() -> None:
     assert first.stdout == again.stdout != other.stdout
 
 
+def test_options_of_the_worker_can_be_changed_and_matter() -> None:
+    busy = ("--duration-s", "60", "--rate", "8", "--adapters", "40")
+    plain, shortest, forgetful = (
+        figures(*busy, *changed)["runs"]["motet"] for changed in ((), ("--set", "queues=sjf"), ("--set", "eviction=none"))
+    )
+    assert shortest != plain
+    assert forgetful["adapters"]["device_loads"] > plain["adapters"]["device_loads"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("queue=sjf", "there is no such option; one of max_step_tokens, "),
+        ("queues=shortest", "one of fcfs, sjf, static, chameleon, motet"),
+        ("max_loras=0", ">= 1"),
+        ("max_loras=many", "Expected `int`"),
+        ("prefix_cache", "Expected `bool`"),
+    ],
+)
+def test_a_wrong_option_of_the_worker_is_named_with_the_reason(change: str, reason: str) -> None:
+    result = simulate(*SHORT, "--set", change)
+    assert result.exit_code == 1 and f"--set {change.partition('=')[0]}" in result.output and reason in result.output
+
+
 def test_a_saved_workload_can_be_replayed(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     first = figures(*SHORT, "--save-trace", path)

@@ -13,7 +13,11 @@ from tests.support_models import make_adapters, make_checkpoint
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[HostAdapter]]:
-    directory = tmp_path_factory.mktemp("parity")
+    return write_checkpoint(tmp_path_factory.mktemp("parity"))
+
+
+def write_checkpoint(directory: Path) -> tuple[Path, list[HostAdapter]]:
+    """A tiny model and its adapters, in `directory`."""
     model_dir = make_checkpoint("llama2", directory)
     config = read_model_config(model_dir)
     return model_dir, [HostAdapter.from_blob(one.blob, config) for one in make_adapters(model_dir, directory)]

@@ -14,6 +14,7 @@ from motet.policies.times.step_record import Step
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.native.engine import Engine
 from motet.shared.model import PerfModel, WorkerLimits
+from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.events import PS_PER_MS
 from motet.twin.link import LinkModel
@@ -95,7 +96,9 @@ def served(engine: Engine, workload: Workload, prompts: list[list[int]], adapter
     return run(engine, requests, per_step=1)
 
 
-def simulated(workload: Workload, engine: Engine, recorder: Recorder, *, kv_blocks: int, **options: Any) -> Cluster:
+def simulated(
+    workload: Workload, engine: Engine, recorder: Recorder, *, kv_blocks: int, link: LinkModel | None = None, **options: Any
+) -> Cluster:
     """The workload on the twin of that engine. `recorder` sees every step."""
     limits = WorkerLimits(
         base_model="m",
@@ -107,8 +110,10 @@ def simulated(workload: Workload, engine: Engine, recorder: Recorder, *, kv_bloc
         adapter_bytes_total=engine._lora_bytes,
         max_lora_rank=64,
         kv_block_bytes=engine._runner.kv_block_bytes if engine._runner.elastic else 0,
+        kv_token_bytes=engine._runner.kv_block_bytes // BLOCK_SIZE,
     )
-    cluster = Cluster(workload, [WorkerSpec(limits=limits, perf=QUICK, steps=recorder, **options)], None)
+    spec = WorkerSpec(limits=limits, perf=QUICK, steps=recorder, link=link, options=WorkerOptions(**options))
+    cluster = Cluster(workload, [spec], None)
     cluster.workers[0].max_run = 1
     cluster.run()
     return cluster

@@ -23,6 +23,7 @@ from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import EngineRequest, StepOutput
 from motet.services.worker.native.engine import Engine
 from motet.shared.model import AdapterRef, RequestBrief, SamplingParams
+from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.link import SHORTEST_WAIT_MS, LinkModel
 from motet.twin.steps import Link
@@ -217,6 +218,7 @@ def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload
         block_size=BLOCK_SIZE,
         kv_blocks_total=setting.kv_blocks,
         adapter_bytes_total=engine._runner.lora_bytes_total,
+        kv_token_bytes=engine._runner.kv_block_bytes // BLOCK_SIZE,
     )
     core: WorkerCore[EngineRequest] = WorkerCore(View("w1", "", limits), HostTier(storage.host_bytes, storage.disk_bytes), 1012)
     told = Told(core, {adapter.digest: f"adapter {i}" for i, adapter in enumerate(adapters)})
@@ -228,9 +230,7 @@ def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload
         steps=Recorder(),
         storage=storage,
         link=link,
-        max_step_tokens=48,
-        max_loras=setting.max_loras,
-        prefix_cache=setting.prefix_cache,
+        options=WorkerOptions(max_step_tokens=48, max_loras=setting.max_loras, prefix_cache=setting.prefix_cache),
     )
     return live, workload, spec
 

@@ -19,6 +19,7 @@ from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import CopyIn, Loaded, Registered, Stepped, Tick
 from motet.policies.worker.worker_view import View
 from motet.shared.model import AdapterRef
+from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.link import Copies, LinkModel
 from motet.twin.steps import A10_MBGMV
@@ -194,7 +195,8 @@ def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -
         output_tokens=np.full(600, 4),
     )
     link = LinkModel(bytes_per_s=1e9, layers=4, cold_start="blocking")
-    cluster = Cluster(load, [replace(spec(max_loras=slots), link=link, eviction="lru", foresight=foresight)], None)
+    options = WorkerOptions(max_loras=slots, eviction="lru", foresight=foresight)
+    cluster = Cluster(load, [replace(spec(), link=link, options=options)], None)
     cluster.run()
     cluster.workers[0].batches.check()
     return cluster

@@ -8,6 +8,7 @@ import numpy as np
 
 from motet.shared.model import Slo, WorkerLimits
 from motet.shared.profile import EngineSteps
+from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import A10_MBGMV, MeasuredSteps, PerfSteps
@@ -80,8 +81,7 @@ def spec(
         perf=A10_MBGMV,
         steps=MeasuredSteps(STEPS, A10_MBGMV) if measured else linear,
         storage=StorageModel(host_bytes=host_bytes),
-        prefix_cache=prefix_cache,
-        max_loras=max_loras,
+        options=WorkerOptions(prefix_cache=prefix_cache, max_loras=max_loras),
     )
 
 

@@ -33,7 +33,7 @@ def test_a_profile_is_a_worker_of_the_twin(good: Path) -> None:
     assert (
         spec.limits.kv_blocks_total == a10_llama2_7b().limits.kv_blocks_total
         and spec.storage.host_bytes is None
-        and spec.max_step_tokens == 512
+        and spec.options.max_step_tokens == 512
     )
     assert spec.steps == MeasuredSteps(STEPS, WORKER.perf)
     assert isinstance(a10_llama2_7b().spec().steps, PerfSteps)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from motet.policies.memory.eviction import EvictionName
 from motet.policies.step.cold_start import AssistRates
-from motet.policies.step.request_queues import QueuesName
 from motet.policies.times.step_record import Step
 from motet.shared.model import EmbeddingParams, RequestBrief, SamplingParams, Slo, Tier
 from motet.shared.wire.request import Image, KvOffer
@@ -19,18 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLimits:
-    """Limits of one engine, in tokens and blocks; fixed for the engine's life."""
+    """What one native engine can hold, in tokens and blocks; fixed for the engine's life."""
 
     max_running: int  # sequences in one step
-    max_step_tokens: int  # rows in one step: decodes first, prefill chunks take the rest; also bounds max_running
     block_size: int  # tokens in one KV block
     kv_blocks: int
-    max_loras: int  # adapters on the device at once
-    prefix_cache: bool = True
     max_model_len: int = 0  # longest prompt plus output; 0 for the model's own
-    eviction: EvictionName = "next-use"  # of adapters on the device
-    queues: QueuesName = "fcfs"
-    prefetch: int = 0  # waiting requests whose adapters are copied before their turn
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,9 +16,6 @@ import math
 from array import array
 from collections.abc import Callable, Collection
 
-from motet.policies.memory.adapter_slots import AdapterSlots
-from motet.policies.memory.eviction import make_eviction
-from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.step.batch_admission import AdmissionLimits
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import StepPlan, advance, due_s
@@ -26,7 +23,7 @@ from motet.policies.step.cold_start import ColdStarts, Forced
 from motet.policies.step.merge_decision import MergeConfig, Merging
 from motet.policies.step.merged_copy import MERGE, NOTHING_KNOWN, MergedCopy
 from motet.policies.step.plan_numbers import count_plan
-from motet.policies.step.request_queues import make_queues
+from motet.policies.worker.assemble import DeviceMemory, batch_core
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import EngineLimits, EngineRequest, MergeStats, StepOutput, StepStats
 from motet.services.worker.engines.start_perf import START_PERF
@@ -42,6 +39,7 @@ from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
 from motet.shared.model import FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
 from motet.shared.telemetry import logger
 from motet.shared.wire.stream import StreamItem
+from motet.shared.worker_options import WorkerOptions
 
 log = logger("motet.worker.engine")
 
@@ -58,6 +56,7 @@ class Engine:
         self,
         runner: Backend,
         limits: EngineLimits,
+        options: WorkerOptions,
         *,
         perf: Callable[[], PerfModel] = lambda: START_PERF,
         cold_start: Forced = "auto",
@@ -71,40 +70,28 @@ class Engine:
         # The KV cache may be smaller than the model's context: a sequence alone in it must fit.
         model_len = limits.max_model_len or runner.config.max_model_len
         self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
-        admission = AdmissionLimits(
-            max_running=limits.max_running, max_step_tokens=limits.max_step_tokens, prefetch=limits.prefetch
-        )
         cold = None
         if runner.link.bytes_per_s < math.inf:
-            cold = ColdStarts(runner.config.num_layers, limits.max_step_tokens, cold_start)
+            cold = ColdStarts(runner.config.num_layers, options.max_step_tokens, cold_start)
         self._lora_bytes = runner.lora_bytes_total
         """Largest device memory of one adapter, in bytes."""
-        slots = AdapterSlots(
-            limits.max_loras, self._lora_bytes, asynchronous=cold is not None, eviction=make_eviction(limits.eviction)
-        )
-        blocks, merges = limits.kv_blocks, runner.merged is not None
-        capacity = blocks + self._lora_bytes // runner.kv_block_bytes if runner.elastic else blocks
-        self._adapters = DeviceAdapters(runner, slots, perf)
-        self._core: BatchCore[LiveSequence] = BatchCore(
-            admission,
-            kv=KvBlocks(
-                blocks,
-                limits.block_size,
-                prefix_cache=limits.prefix_cache,
-                capacity=capacity,
-                block_bytes=runner.kv_block_bytes,
-            ),
-            slots=slots,
-            cold=cold,
+        memory = DeviceMemory(
+            kv_blocks=limits.kv_blocks,
+            block_size=limits.block_size,
+            adapter_bytes=self._lora_bytes,
+            block_bytes=runner.kv_block_bytes,
             shared=runner.elastic,
-            queues=make_queues(
-                limits.queues,
-                total_tokens=blocks * limits.block_size + self._lora_bytes / (runner.kv_block_bytes / limits.block_size),
-                token_bytes=runner.kv_block_bytes / limits.block_size,
-            ),
+        )
+        merges = runner.merged is not None
+        self._core: BatchCore[LiveSequence] = batch_core(
+            memory,
+            options,
+            max_running=limits.max_running,
+            cold=cold,
             modes=Merging(NOTHING_KNOWN, merge) if merges else None,
             copies=perf() if merges else None,
         )
+        self._adapters = DeviceAdapters(runner, self._core.slots, perf)
         self._maker: CopyMaker | None = None
         """Makes the merged copy of the weights; None where no adapter is merged."""
         if runner.merged is not None and self._core.copy is not None:
@@ -113,13 +100,14 @@ class Engine:
         self._state = self._core.state
         self.kv = KvIo(self._core.travelling, runner, self._keys_of)
         """Access to KV blocks, for requests that move between workers."""
+        seats = AdmissionLimits(max_running=limits.max_running, max_step_tokens=options.max_step_tokens).seats
         self._seats = Seats(
-            seats=admission.seats,
-            max_step_tokens=limits.max_step_tokens,
+            seats=seats,
+            max_step_tokens=options.max_step_tokens,
             max_model_len=self.max_model_len,
             block_size=limits.block_size,
         )
-        self._sampler = Sampler(admission.seats, self._vocab_size)
+        self._sampler = Sampler(seats, self._vocab_size)
         self.clock = StepClock()
         self._output = StepOutput()  # of the step to come; what happens between steps is reported with it
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`

@@ -71,8 +71,7 @@ def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepRe
         ),
         deliver,
         slot_bytes=slot_bytes,
-        eviction=config.adapters.adapter_eviction,
-        queues=config.batch.queues,
+        entry_options=config.options,
     )
 
 

@@ -29,11 +29,10 @@ from functools import partial
 from itertools import count
 from typing import Any, cast
 
-from motet.policies.memory.adapter_slots import AdapterSlots
-from motet.policies.memory.eviction import EvictionName, make_eviction
-from motet.policies.memory.kv_blocks import KvBlocks
-from motet.policies.step.engine_entry import EngineEntry, EntryLimits
-from motet.policies.step.request_queues import QueuesName, make_queues
+from msgspec.structs import replace
+
+from motet.policies.step.engine_entry import EngineEntry
+from motet.policies.worker.assemble import DeviceMemory, engine_entry
 from motet.services.worker import metrics
 from motet.services.worker.engines.report import StepReport
 from motet.services.worker.engines.request import EngineRequest, ResidencyChange, StepOutput, StepStats
@@ -54,6 +53,7 @@ from motet.shared.errors import BadRequest, MotetError, WorkerLost
 from motet.shared.model import Capability, RequestBrief
 from motet.shared.telemetry import logger
 from motet.shared.wire.stream import StreamItem
+from motet.shared.worker_options import DEFAULTS, WorkerOptions
 
 log = logger("motet.worker.vllm")
 VLLM: frozenset[Capability] = frozenset({"structured", "prompt_logprobs"})
@@ -78,8 +78,7 @@ class VllmEngine:
     options: VllmOptions
     deliver: Callable[[StepReport], None]
     slot_bytes: int = 1
-    eviction: EvictionName = "next-use"
-    queues: QueuesName = "fcfs"
+    entry_options: WorkerOptions = DEFAULTS
     core: Core = field(init=False)
     _live: dict[str, VllmSequence] = field(default_factory=dict)  # by id at vLLM
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -116,18 +115,12 @@ class VllmEngine:
         """Start vLLM's core. Raises ConfigError, or what vLLM raises."""
         self.core = await asyncio.to_thread(start_core, self.options)
         await warm(self.core)
-        slots = AdapterSlots(
-            self.options.max_loras,
-            self.options.max_loras * self.slot_bytes,
-            asynchronous=True,
-            eviction=make_eviction(self.eviction),
+        slots = self.options.max_loras
+        memory = DeviceMemory(
+            kv_blocks=self.core.kv_blocks, block_size=self.core.block_size, adapter_bytes=slots * self.slot_bytes
         )
-        size = self.core.block_size
-        self._entry: EngineEntry[VllmSequence] = EngineEntry(
-            EntryLimits(seats=self.options.max_running + AHEAD),
-            kv=KvBlocks(self.core.kv_blocks, size, prefix_cache=False),
-            slots=slots,
-            queues=make_queues(self.queues, total_tokens=self.core.kv_blocks * size, token_bytes=0.0),
+        self._entry: EngineEntry[VllmSequence] = engine_entry(
+            memory, replace(self.entry_options, max_loras=slots), seats=self.options.max_running + AHEAD
         )
         self._up = True
         self._spawn(self._read(self.core))

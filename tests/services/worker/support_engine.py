@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from motet.services.worker.native.runner import ModelRunner
 from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.model import SamplingParams
 from motet.shared.wire.stream import StreamItem
+from motet.shared.worker_options import WorkerOptions
 
 BLOCK_SIZE = 8
 
@@ -125,20 +127,15 @@ class PacedRunner(ModelRunner):
 def make_engine(model_dir: Path, **changes: Any) -> Engine:
     """An engine in float32 with room for everything.
 
-    Options may be any field of EngineLimits, and `lora_bytes`, the class of its `runner`, further `runner_options`, and the
-    engine's `perf`, `cold_start` and `merge`.
+    Options may be any field of EngineLimits and of WorkerOptions, and `lora_bytes`, the class of its `runner`, further
+    `runner_options`, and the engine's `perf`, `cold_start` and `merge`.
     """
     lora_bytes, runner_class = changes.pop("lora_bytes", 8 << 20), changes.pop("runner", WholeRunner)
     options = {name: changes.pop(name) for name in ("perf", "cold_start", "merge") if name in changes}
     runner_options = changes.pop("runner_options", {})
-    fields: dict[str, Any] = {
-        "max_running": 64,
-        "max_step_tokens": 256,
-        "block_size": BLOCK_SIZE,
-        "kv_blocks": 600,
-        "max_loras": 16,
-    }
-    limits = EngineLimits(**fields | changes)
+    held = {field.name: changes.pop(field.name) for field in dataclasses.fields(EngineLimits) if field.name in changes}
+    limits = EngineLimits(**{"max_running": 64, "block_size": BLOCK_SIZE, "kv_blocks": 600} | held)
+    decides = WorkerOptions(**{"max_step_tokens": 256, "max_loras": 16, "prefix_cache": True} | changes)
     backend = open_backend(
         BackendOptions(
             model_dir=model_dir,
@@ -147,12 +144,12 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
             kv_blocks=limits.kv_blocks,
             lora_bytes=lora_bytes,
             max_lora_rank=64,
-            max_loras=limits.max_loras,
+            max_loras=decides.max_loras,
             threads=1,  # tiny matrices: more would only wait for each other
             **runner_options,
         )
     )
-    return Engine(runner_class(**vars(backend)), limits, **options)
+    return Engine(runner_class(**vars(backend)), limits, decides, **options)
 
 
 def request(
@@ -194,19 +191,22 @@ class Run:
         return sum(getattr(step, name) for step in self.steps)
 
 
-def run(engine: Engine, requests: list[EngineRequest], *, per_step: int = 1000, step_s: float = 1e-3) -> Run:
+def run(
+    engine: Engine, requests: list[EngineRequest], *, per_step: int = 1000, step_s: float = 1e-3, clock_s: float = 1.0
+) -> Run:
     """Add `per_step` requests before each step, and run until all have ended.
 
-    Asserts that indices are consecutive and accounts add up. The link of a PacedRunner transfers for `step_s` with every step.
+    Asserts that indices are consecutive and accounts add up. The link of a PacedRunner transfers for `step_s` with every step;
+    on the engine's clock a step takes `clock_s`.
     """
     result = Run()
     todo = list(requests)
     while todo or engine.has_work():
         for one in todo[:per_step]:
             result.tokens[one.request_id] = list(one.output)
-            engine.add(one, now_s=float(len(result.steps)))
+            engine.add(one, now_s=len(result.steps) * clock_s)
         todo = todo[per_step:]
-        out = engine.step(float(len(result.steps)))
+        out = engine.step(len(result.steps) * clock_s)
         assert out.failure is None, out.failure
         if isinstance(engine._runner, PacedRunner):
             engine._runner.elapse(step_s)

@@ -20,7 +20,7 @@ from motet.shared.wire.refusal import Refused
 from motet.shared.wire.request import Accepted, AssignReply, GenerateRequest, pack_tokens
 from motet.shared.wire.stream import StreamItem, TokenFrame
 from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
-from tests.services.worker.test_state import apply
+from tests.policies.test_worker_view import apply
 from tests.support import eventually
 from tests.support_models import AdapterFixture
 

@@ -12,6 +12,7 @@ from motet.services.worker.native import backends
 from motet.services.worker.native.backend import BackendOptions
 from motet.services.worker.native.engine import Engine
 from motet.shared.config import ConfigError
+from motet.shared.worker_options import WorkerOptions
 from tests.services.worker.support_engine import WholeRunner, request, run
 from tests.support_models import make_checkpoint
 
@@ -31,8 +32,9 @@ def test_a_backend_in_the_table_is_what_the_engine_runs_on(options: dict[str, ob
 
     monkeypatch.setitem(backends.BACKENDS, "mine", mine)
     backend = backends.open_backend(BackendOptions(**options, kernels="mine"))
-    limits = EngineLimits(max_running=2, max_step_tokens=64, block_size=16, kv_blocks=20, max_loras=1)
-    result = run(Engine(backend, limits), [request("r", [1, 2, 3], max_tokens=4)])
+    limits = EngineLimits(max_running=2, block_size=16, kv_blocks=20)
+    engine = Engine(backend, limits, WorkerOptions(max_step_tokens=64, max_loras=1))
+    result = run(engine, [request("r", [1, 2, 3], max_tokens=4)])
     assert asked == [options["model_dir"]] and len(result.tokens["r"]) == 4
 
 

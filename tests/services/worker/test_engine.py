@@ -161,7 +161,6 @@ def test_of_a_request_of_one_token_schedulers_hear_the_end_alone(engine: Engine)
 
 def test_statistics_describe_the_step(engine: Engine, adapters: list[HostAdapter]) -> None:
     engine.add(request("a", PROMPT, adapters[0]), 0.0)
-    assert engine.prefill_tokens_waiting == len(PROMPT)
     engine.step(0.0)
     engine.add(request("b", PROMPT[:5], adapters[1]), 0.0)
     engine.add(request("c", PROMPT[:7]), 0.0)
@@ -171,8 +170,8 @@ def test_statistics_describe_the_step(engine: Engine, adapters: list[HostAdapter
     assert max(stats.decode_max_rank, stats.prefill_max_rank) == 8
     assert (stats.adapters_loaded, stats.sampled, stats.running) == (1, 3, 3)
     assert (stats.context_tokens, stats.longest_context) == (len(PROMPT) + 1 + 12, max(len(PROMPT) + 1, 12))
-    assert stats.forward_s > 0
-    assert engine.prefill_tokens_waiting == 0
+    assert set(engine.clock.laps) == {"schedule", "load", "forward", "sample", "postprocess"}
+    assert engine.clock.laps["forward"] > 0 and sum(engine.clock.laps.values()) == pytest.approx(engine.clock.step_s)
 
 
 def test_logprobs_come_with_their_token(engine: Engine) -> None:

@@ -13,8 +13,8 @@ import pytest
 from motet.shared.model import AdapterRef
 from motet.shared.wire.request import Cancel, pack_tokens
 from motet.shared.wire.worker_state import WorkerSnapshot
+from tests.policies.test_worker_view import apply, as_sets
 from tests.services.worker.support_service import generate, latest
-from tests.services.worker.test_state import apply, as_sets
 from tests.support import eventually
 from tests.support_models import random_prompts
 

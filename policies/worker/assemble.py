@@ -1,0 +1,132 @@
+"""Puts the parts of a worker together: the same way for the native engine, for vLLM and for a simulated worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.memory.eviction import make_eviction
+from motet.policies.memory.host_tier import HostTier
+from motet.policies.memory.kv_blocks import KvBlocks
+from motet.policies.step.batch_admission import AdmissionLimits, Queues
+from motet.policies.step.batch_core import BatchCore
+from motet.policies.step.batch_state import Sequence
+from motet.policies.step.cold_start import ColdStarts
+from motet.policies.step.engine_entry import E, EngineEntry, EntryLimits
+from motet.policies.step.merge_decision import Modes
+from motet.policies.step.request_queues import make_queues
+from motet.policies.worker.foresight import Foresight
+from motet.policies.worker.request_life import R
+from motet.policies.worker.worker_core import WorkerCore
+from motet.policies.worker.worker_view import View
+from motet.shared.model import PerfModel, WorkerLimits
+from motet.shared.worker_options import WorkerOptions
+
+S = TypeVar("S", bound=Sequence)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """The memory of a device for KV blocks and adapters. `shared`: each may use what the other does not need.
+
+    `block_bytes` 0: unknown, and adapters do not count in queues' quotas.
+    """
+
+    kv_blocks: int
+    block_size: int
+    adapter_bytes: int
+    block_bytes: int = 0
+    shared: bool = False
+
+    @classmethod
+    def of(cls, limits: WorkerLimits) -> DeviceMemory:
+        """The memory that a worker announces."""
+        return cls(
+            kv_blocks=limits.kv_blocks_total,
+            block_size=limits.block_size,
+            adapter_bytes=limits.adapter_bytes_total,
+            block_bytes=limits.kv_block_bytes or limits.kv_token_bytes * limits.block_size,
+            shared=limits.kv_block_bytes > 0,
+        )
+
+    @property
+    def most_blocks(self) -> int:
+        """The number of KV blocks while no adapter is there."""
+        return self.kv_blocks + (self.adapter_bytes // self.block_bytes if self.shared else 0)
+
+    @property
+    def token_bytes(self) -> float:
+        """KV bytes of one token."""
+        return self.block_bytes / self.block_size
+
+    @property
+    def total_tokens(self) -> float:
+        """The whole memory in tokens, as queues divide it among themselves."""
+        adapters = self.adapter_bytes / self.token_bytes if self.block_bytes else 0.0
+        return self.kv_blocks * self.block_size + adapters
+
+
+def batch_core(
+    memory: DeviceMemory,
+    options: WorkerOptions,
+    *,
+    max_running: int,
+    cold: ColdStarts | None = None,
+    modes: Modes | None = None,
+    copies: PerfModel | None = None,
+) -> BatchCore[S]:
+    """What decides about each step. `cold`: copies to the device run beside the steps. `modes`, `copies`: as BatchCore's."""
+    return BatchCore(
+        AdmissionLimits(max_running=max_running, max_step_tokens=options.max_step_tokens, prefetch=options.prefetch),
+        kv=KvBlocks(
+            memory.kv_blocks,
+            memory.block_size,
+            prefix_cache=options.prefix_cache,
+            capacity=memory.most_blocks,
+            block_bytes=memory.block_bytes,
+        ),
+        slots=_slots(memory, options, asynchronous=cold is not None),
+        cold=cold,
+        shared=memory.shared,
+        queues=_queues(memory, options),
+        modes=modes,
+        copies=copies,
+    )
+
+
+def engine_entry(memory: DeviceMemory, options: WorkerOptions, *, seats: int) -> EngineEntry[E]:
+    """What decides which requests enter an engine that plans its own steps."""
+    return EngineEntry(
+        EntryLimits(seats=seats),
+        kv=KvBlocks(memory.kv_blocks, memory.block_size, prefix_cache=False),
+        slots=_slots(memory, options, asynchronous=True),
+        queues=_queues(memory, options),
+    )
+
+
+def worker_core(
+    view: View,
+    options: WorkerOptions,
+    *,
+    host_bytes: int | None,
+    disk_bytes: int | None,
+    files: Iterable[tuple[str, int]] = (),
+) -> WorkerCore[R]:
+    """What decides about requests and adapters between two steps. `files`: as HostTier's."""
+    return WorkerCore(
+        view=view,
+        host=HostTier(host_bytes, disk_bytes, files=files, eviction=options.eviction),
+        max_requests=view.limits.max_running + view.limits.max_waiting,
+        foresight=Foresight() if options.foresight else None,
+    )
+
+
+def _slots(memory: DeviceMemory, options: WorkerOptions, *, asynchronous: bool) -> AdapterSlots:
+    eviction = make_eviction(options.eviction)
+    return AdapterSlots(options.max_loras, memory.adapter_bytes, asynchronous=asynchronous, eviction=eviction)
+
+
+def _queues(memory: DeviceMemory, options: WorkerOptions) -> Queues[S] | None:
+    return make_queues(options.queues, total_tokens=memory.total_tokens, token_bytes=memory.token_bytes)
