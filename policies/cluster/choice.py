@@ -48,7 +48,7 @@ def spread(state: ClusterState, rows: NDArray[np.intp], key: int) -> int:
         return int(rows[0])
     mixed = (state.table["key"][rows] ^ np.array(key & 0xFFFFFFFFFFFFFFFF, np.uint64)) * _MIX[0]
     mixed = (mixed ^ (mixed >> _HALF_WORD)) * _MIX[1]
-    return int(rows[np.argmax(mixed ^ (mixed >> _HALF_WORD))])
+    return int(rows[np.argmax(mixed)])
 
 
 def adapter_ms(state: ClusterState, ask: Ask) -> tuple[Floats, Floats]:

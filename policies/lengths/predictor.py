@@ -117,7 +117,7 @@ class LengthPredictor:
 
     def fit_due(self) -> bool:
         """Whether enough requests have ended since the last fit."""
-        return self.since_fit >= max(FIRST_FIT, len(self.window) // FIT_SHARE if self.model is not None else 0)
+        return self.since_fit >= FIRST_FIT and (self.model is None or self.since_fit * FIT_SHARE >= len(self.window))
 
     def adopt(self, model: LengthModel, levels: Sequence[float]) -> None:
         """Predict with a new model. `levels`: the quantile levels of requests that it was not fitted on, if known."""

@@ -178,8 +178,7 @@ class Merging:
     def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
         """The mode of the next step."""
         self._turned = False
-        self._know(here)
-        self._know(fcfs)
+        self._know(here, fcfs)
         rows, wanted = sum(fcfs.values()), ""
         starving = self._served_first() & (fcfs.keys() | here.keys())
         self._overdue = self._rested_ms >= self.config.rest_ms or (self._overdue and self._rested_ms > 0.0)
@@ -258,13 +257,13 @@ class Merging:
 
     # ---- credits
 
-    def _know(self, here: Mapping[str, int]) -> None:
+    def _know(self, here: Mapping[str, int], fcfs: Mapping[str, int]) -> None:
         credits, new = self.credits, self.config.credit
-        for adapter in here:
+        for adapter in (*here, *fcfs):
             if adapter not in credits:
                 credits[adapter] = new
         if len(credits) > MAX_KNOWN:
-            for adapter in [one for one in credits if one not in here][: len(credits) - MAX_KNOWN]:
+            for adapter in [one for one in credits if one not in here and one not in fcfs][: len(credits) - MAX_KNOWN]:
                 del credits[adapter]
                 self.starving.discard(adapter)
                 self._poor.discard(adapter)

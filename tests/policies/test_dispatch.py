@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
+import numpy as np
 import pytest
 
 from motet.policies.cluster.candidates import Ask
-from motet.policies.cluster.choice import Choose
+from motet.policies.cluster.choice import Choose, spread
 from motet.policies.cluster.cluster_state import ClusterState, hash_of
 from motet.policies.cluster.dispatch import POLICIES, Decision, decide
 from tests.policies.test_cluster_state import brief
@@ -95,6 +96,14 @@ def test_random_is_even():
     load(state, "a", 30)
     counts = Counter(choose("random", state, ask(n)).worker_id for n in range(4000))
     assert all(abs(count - 1000) < 120 for count in counts.values()) and len(counts) == 4
+
+
+@pytest.mark.parametrize("workers", ["ab", "abc", "abcdefg"])
+def test_every_worker_is_equally_likely_for_keys_that_follow_each_other(workers):
+    state = cluster(*workers)
+    rows = np.array([state.row(name) for name in workers])
+    counts = Counter(spread(state, rows, key) for key in range(4000))
+    assert all(abs(counts[row] - 4000 / len(workers)) < 130 for row in rows.tolist())
 
 
 def test_most_idle_takes_the_worker_with_the_fewest_requests_queued_ones_included():

@@ -51,6 +51,16 @@ def test_the_score_keeps_what_is_used_often_recently_and_large() -> None:
     assert values["large"] == pytest.approx(0.45 * 0.1 + 0.10 * 1 + 0.45 * 1)
 
 
+def test_the_size_of_an_adapter_that_has_left_is_no_measure_for_the_others() -> None:
+    """Beside the huge one, .45 * 2/3 + .45 * 10/100 < .45 + .45 * 4/100; without it, .45 * 2/3 + .45 > .45 + .45 * 4/10."""
+    order = Score()
+    for digest, size_bytes in (("medium", 10), ("medium", 10), *[("small", 4)] * 3, ("huge", 100)):
+        used(order, digest, at=0.0, size_bytes=size_bytes)
+    assert next(iter(order)) == "medium"
+    order.forget("huge")
+    assert list(order) == ["small", "medium"]
+
+
 def test_uses_before_the_refresh_time_count_no_more() -> None:
     order = Score()
     for _ in range(5):
@@ -164,6 +174,16 @@ def test_a_prefetch_takes_no_room_from_what_is_waited_for_or_pinned() -> None:
     slots.waited = lambda: {"b", "x"}
     assert slots.prefetch("y", 10) is None
     slots.check({})
+
+
+def test_a_prefetch_that_lacks_bytes_and_no_slot_costs_no_more_adapters_than_it_needs() -> None:
+    slots = AdapterSlots(3, 30)
+    for digest in "ab":
+        assert slots.acquire(digest, 10)
+        slots.release(digest)
+    grant = slots.prefetch("x", 20)
+    assert grant is not None and [digest for digest, _ in grant.evicted] == ["a"]
+    assert "b" in slots and slots.bytes_free == 0
 
 
 @pytest.mark.parametrize("name", ["score", "gdsf", "next-use"])

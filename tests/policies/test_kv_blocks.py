@@ -6,6 +6,7 @@ from array import array
 import pytest
 
 from motet.policies.memory.kv_blocks import KvBlocks, cache_scope, chain_key, root_key
+from motet.policies.memory.worth import Reuse
 
 
 def keys_of(tokens: list[int], *, adapter: str = "", block_size: int = 4) -> list[bytes]:
@@ -112,6 +113,37 @@ def test_using_a_cached_block_makes_it_young_again() -> None:
     kv.release(again)
     kv.allocate(1)
     assert kv.match(first) and not kv.match(second)
+
+
+class Ages(Reuse):
+    """Records what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ages: list[tuple[str, int]] = []
+
+    def used(self, age: int) -> None:
+        self.ages.append(("used", age))
+
+    def left(self, age: int) -> None:
+        self.ages.append(("left", age))
+
+
+def test_a_cached_block_is_as_old_as_its_last_release() -> None:
+    kv = KvBlocks(1, 4)
+    kv.reuse = ages = Ages()
+    kv.clock = 3
+    blocks = cached(kv, keys_of([1, 1, 1, 1]))
+    kv.clock = 10
+    kv.take(blocks)
+    kv.take(blocks)
+    assert ages.ages == [("used", 7)], "a block in use has no age"
+    kv.clock = 12
+    kv.release(blocks)
+    kv.release(blocks)
+    kv.clock = 16
+    kv.allocate(1)
+    assert ages.ages == [("used", 7), ("left", 4)]
 
 
 def test_the_end_of_a_sequence_is_forgotten_before_its_beginning() -> None:

@@ -130,6 +130,29 @@ def test_before_the_first_fit_an_adapters_past_lengths_answer():
     assert LengthPredictor(9, 99).estimate("d", b"", 50).basis == "default"
 
 
+def test_a_fit_is_due_after_the_first_requests_and_then_after_each_eighth_of_the_window():
+    """At least so many requests as for the first fit. An eighth of a window of 600 requests is 75."""
+    many = prompts(1000)
+
+    def until_due(predictor: LengthPredictor) -> int:
+        for count, (text, tokens) in enumerate(many):
+            if predictor.fit_due():
+                return count
+            predictor.observe("", features(text), tokens)
+        raise AssertionError("no fit was due")
+
+    first = LengthPredictor(50, 600)
+    assert until_due(first) == FIRST_FIT
+    model = fit([unpack(row.features) for row in first.window], [row.tokens for row in first.window]).model
+    first.adopt(model, ())
+    assert until_due(first) == FIRST_FIT
+    full = LengthPredictor(50, 600)
+    for text, tokens in many:
+        full.observe("", features(text), tokens)
+    full.adopt(model, ())
+    assert until_due(full) == 75
+
+
 def test_a_request_without_features_is_answered_from_its_adapters_past():
     predictor = taught(prompts(200))
     assert predictor.estimate("", b"", 4096).basis == "learned"

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.policies.step.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Mode, displaced, repay, transfer
+from motet.policies.step.merge_decision import (
+    MAX_KNOWN,
+    AlwaysMerged,
+    MergeConfig,
+    MergeCosts,
+    Merging,
+    Mode,
+    displaced,
+    repay,
+    transfer,
+)
 
 COSTS = MergeCosts(switch_ms=50.0, step_ms=40.0, row_ms=0.1, lora=0.389)
 counts = st.dictionaries(st.sampled_from(("", "a", "b", "c")), st.integers(1, 20), min_size=1)
@@ -118,6 +128,38 @@ def test_an_adapter_that_cannot_pay_is_not_merged() -> None:
     assert step(one, {"a": 8, "b": 2}) == Mode(), "1 is left, and the next step costs 2"
 
 
+def test_an_adapter_with_requests_is_known_however_many_others_have_come() -> None:
+    """The first adapter is the oldest one, and the request that goes first is for an adapter that is still being copied."""
+    one = merging()
+    step(one, {"a": 1})
+    step(one, {f"other-{i}": 1 for i in range(MAX_KNOWN - 1)}, most=MAX_KNOWN)
+    one.choose({"copied": 1}, {"a": 1}, 10)
+    one.ran(1)
+    assert {"a", "copied"} <= one.credits.keys() and len(one.credits) == MAX_KNOWN
+
+
+def test_an_adapter_that_was_forgotten_comes_back_as_a_new_one() -> None:
+    """It could not pay when it was forgotten. Back again, it pays for others before it has the most requests itself."""
+    one = merging(credit=10.0, starving=1000.0, normal=1000.0, alpha=0.6, drain=0.5)
+    assert one.choose({"a": 1, "b": 20}, {"a": 21, "b": 20}, 21) == Mode(), "a step would cost 20 credits"
+    one.ran(1)
+    step(one, {f"other-{i}": 1 for i in range(MAX_KNOWN)}, most=MAX_KNOWN)
+    assert not {"a", "b"} & one.credits.keys()
+    one.choose({"a": 1, "c": 8, "d": 5}, {"a": 1, "c": 8}, 14)
+    one.ran(1)
+    assert 1.0 < one.credits["a"] < 10.0
+    assert step(one, {"a": 9, "b": 1}).merged == "a", "that costs 1 credit"
+
+
+def test_a_starving_adapter_that_was_forgotten_starves_no_more() -> None:
+    one = merging(credit=20.0, starving=35.0, normal=25.0, alpha=0.8)
+    for _ in range(17):
+        step(one, {"a": 9, "b": 1})
+    assert step(one, {"a": 9, "b": 1}).first == {"b"}
+    step(one, {f"other-{i}": 1 for i in range(MAX_KNOWN)}, most=MAX_KNOWN)
+    assert step(one, {"a": 9, "b": 1}).merged == "a"
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(counts, counts), min_size=1, max_size=60), st.sampled_from((5.0, 100.0)))
 def test_credits_move_and_are_never_made(history: list[tuple[dict[str, int], dict[str, int]]], credit: float) -> None:
@@ -140,6 +182,12 @@ def test_relief_moves_credits_faster_and_makes_none(here: dict[str, int], starvi
     assert sum(moves.values()) == pytest.approx(0.0)
     owed = relief * sum(here.get(name, 0) for name in starving if credits[name] > 50.0)
     assert sum(move for move in moves.values() if move > 0) <= min(owed, 90.0) + 1e-9
+
+
+def test_an_adapter_with_just_its_fair_credits_gives_none_back() -> None:
+    """The rich one gives a credit for each of its two requests."""
+    credits, here = {"rich": 150.0, "fair": 100.0, "poor": 60.0}, {"rich": 2, "fair": 5, "poor": 1}
+    assert repay(here, here, credits, 100.0) == {"rich": -2.0, "poor": 2.0}
 
 
 @given(counts, counts)
@@ -229,6 +277,20 @@ def test_always_merged_gives_every_adapter_its_turn() -> None:
         computed[only] += 1
         one.ran(draw.choice((1, 1, 2)))
     assert min(computed.values()) > 50
+
+
+def test_always_merged_ends_a_turn_after_its_steps_and_not_before() -> None:
+    one = AlwaysMerged(turn=3)
+
+    def merged(here: dict[str, int], steps: int) -> str:
+        modes = []
+        for _ in range(steps):
+            modes.append(one.choose(here, here, 100).merged)
+            one.ran(1)
+        return "".join(modes)
+
+    assert merged({"a": 1, "b": 9}, steps=8) == "aaabbbaa"
+    assert merged({"b": 9}, steps=5) == "bbbbb", "a turn ends early when its adapter has no requests"
 
 
 # ---- where a copy of the weights is made beside the steps

@@ -14,6 +14,7 @@ from motet.policies.memory.ledger import Budget
 from motet.policies.step.batch_admission import AdmissionLimits
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence, StepPlan, advance
+from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.merge_decision import MergeConfig, Merging, Mode
 from motet.policies.step.merged_copy import NOTHING_KNOWN, START_MS_PER_MIB, MergedCopy, SpareMemory
 from motet.policies.times.perf_model import MIB
@@ -131,6 +132,18 @@ def test_a_copy_without_use_stays_for_its_adapters_next_requests() -> None:
     assert until_merged(engine, "a") == 1
 
 
+def test_with_an_adapter_that_is_unloaded_its_copy_leaves_and_none_is_merged() -> None:
+    engine = Engine()
+    seq = engine.start("a")
+    until_merged(engine, "a")
+    engine.core.end(seq)
+    engine.core.unload("a")
+    engine.core.sweep()
+    engine.step()
+    assert engine.drops == ["a"] and engine.claimed == 0
+    assert engine.core.state.merged == engine.modes.merged == ""
+
+
 def test_lent_blocks_count_as_free_because_the_copy_would_leave() -> None:
     engine = Engine()
     free = engine.core.kv_blocks_free
@@ -176,9 +189,10 @@ class Told:
     def __init__(self) -> None:
         self.merged, self.whole = "", None
         self.fcfs: dict[str, int] = {}
+        self.here: dict[str, int] = {}
 
     def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
-        self.fcfs = dict(fcfs)
+        self.fcfs, self.here = dict(fcfs), dict(here)
         self.merged = "a" if here.get("a", 0) > 4 else ""
         return Mode(self.merged, frozenset("a")) if self.merged else Mode()
 
@@ -225,6 +239,26 @@ def test_the_merged_adapters_requests_are_found_behind_hundreds_of_others() -> N
     come(core, "b", 400)
     come(core, "a", 3)
     assert len(core.decide().admitted) == 3
+
+
+def test_requests_count_for_merging_their_adapter_once_it_is_on_the_device() -> None:
+    told, slots, cold = Told(), AdapterSlots(4, 4 * BLOCK, asynchronous=True), ColdStarts(4, 64, "blocking")
+    cold.perf = PERF
+    core: BatchCore[Sequence] = BatchCore(
+        AdmissionLimits(max_running=8, max_step_tokens=64),
+        kv=KvBlocks(4000, SIZE),
+        slots=slots,
+        cold=cold,
+        modes=told,
+    )
+    come(core, "a", 2)
+    come(core, "", 1)
+    for _ in range(2):  # its copy begins, and is under way
+        core.decide()
+        assert (told.fcfs["a"], told.here) == (2, {"": 1})
+    slots.arrived("a")
+    core.decide()
+    assert told.here == {"a": 2, "": 1}
 
 
 def test_spare_memory_is_booked_as_the_copys_and_given_back() -> None:

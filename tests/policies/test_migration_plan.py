@@ -178,10 +178,33 @@ def test_a_request_stays_when_computing_its_tokens_again_takes_longer_than_waiti
     assert not plan([heavy, idle], MEMORY, EAGER).moves
 
 
+def test_of_two_moves_of_which_one_is_enough_the_cheaper_one_is_made() -> None:
+    """The relaxed problem balances the first worker and the idle one. The second worker has 100 ms in any plan."""
+    works = [held("stays", work_ms=80.0, fixed=True), held("cheap", work_ms=20.0), held("dear", work_ms=20.0, again_ms=10.0)]
+    first, second = Replica(worker_id="first", requests=works), Replica(worker_id="second", requests=[held("r")])
+    found = plan([first, second, Replica(worker_id="idle", requests=[])], MEMORY, EAGER)
+    assert moved(found) == {"cheap": "idle"} and (found.before_ms, found.after_ms) == (120.0, 100.0)
+
+
+def test_an_exchange_that_gains_half_a_millisecond_is_made() -> None:
+    """One request may move. With one of 50 ms the maximum is 100.5 ms, with that of 40 ms it is 100 ms."""
+    replicas = [lone("w0", 50.5, takes=1), lone("w1", 50.0, 40.0, 50.0, takes=0)]
+    found = plan(replicas, MEMORY, replace(EAGER, top=1))
+    assert moved(found) == {"w1-1": "w0"} and found.after_ms == 100.0
+
+
 def test_memory_that_would_be_swapped_is_work_too() -> None:
     full = Replica(worker_id="full", requests=[held(f"r{i}", work_ms=1.0, memory=50.0) for i in range(4)], memory=100.0)
     found = plan([full, Replica(worker_id="empty", requests=[], memory=100.0)], MEMORY, PlanConfig(swap_ms=1.0, eta_ms=0.0))
     assert len(found.moves) == 2
+
+
+def test_an_adapter_of_unknown_size_takes_no_memory_and_gives_none_back() -> None:
+    """The request that moves has 50 ms of work and 10 units of memory. 20 units stay where 10 have room."""
+    requests = [held("stays", memory=20.0, fixed=True), held("goes", "unknown", work_ms=50.0, memory=10.0)]
+    busy = Replica(worker_id="busy", requests=requests, memory=10.0)
+    found = plan([busy, Replica(worker_id="idle", requests=[])], MEMORY, replace(EAGER, swap_ms=1.0))
+    assert moved(found) == {"goes": "idle"} and (found.before_ms, found.after_ms) == (150.0 + 20.0, 100.0 + 10.0)
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,19 @@ def test_the_last_seats_are_not_for_a_tenant_above_its_share():
     assert admit(state, asked(BATCH, tenant="quiet", demand=0.1, largest_demand=1.9)).worker_id == "a"
 
 
+def test_a_tenant_is_too_loud_for_others_from_the_same_demand_on_as_for_itself():
+    state = cluster("a", "b")
+    fill(state, "a", 8, tenant="loud")
+    fill(state, "a", 1, tenant="quiet")
+    fill(state, "b", 3, tenant="loud")
+    fill(state, "b", 3, tenant="quiet")
+    most, alike = (state.load(state.row(name)).tenants for name in "ab")
+    for demand, loud in ((objectives.ABOVE_MEAN, False), (objectives.ABOVE_MEAN + 0.01, True)):
+        own = objectives.share_of([most], asked(tenant="loud", demand=demand))
+        beside = objectives.share_of([alike], asked(tenant="quiet", demand=0.5, largest_demand=demand))
+        assert (own, beside) == (("above", "below") if loud else ("fair", "fair"))
+
+
 def test_a_tenant_that_is_alone_has_everything():
     state = cluster("a", max_running=8)
     fill(state, "a", 8, 4, tenant="only")

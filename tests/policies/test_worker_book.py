@@ -109,6 +109,21 @@ def test_after_a_gap_only_facts_stated_in_full_count_until_the_next_snapshot():
     assert set(shelf.of("w1").requests) == {"a", "b", "c"} and known.in_sync
 
 
+def test_lost_messages_count_as_one_gap_whichever_message_shows_it():
+    for seen_by_delta in (False, True):
+        book, _ = followed()
+        said = worker()
+        hear(book, said.snapshot(START_PERF, 0))
+        hear(book, said.snapshot(START_PERF, 0))
+        assert book.gaps == 0
+        for _ in range(3):
+            said.delta(0)  # lost
+        if seen_by_delta:
+            hear(book, said.delta(0))
+        hear(book, said.snapshot(START_PERF, 0))
+        assert book.gaps == 1
+
+
 def test_a_late_message_of_an_ended_incarnation_changes_nothing():
     book, shelf = followed()
     old, new = worker("first"), worker("second")

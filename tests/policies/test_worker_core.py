@@ -180,7 +180,8 @@ def test_handing_back_answers_what_the_engine_does_not_have() -> None:
     core.on(assign("loading", "a"), 0.0)
     entry = only_start(core.on(assign("waiting"), 0.0))
     (answer,) = core.on(Close("leaving"), 0.0)
-    assert isinstance(answer, Answer) and answer.reason == "leaving"
+    assert isinstance(answer, Answer)
+    assert (answer.entry.payload, answer.finish, answer.reason) == ("loading", "error", "leaving")
     assert [one for one in core] == [entry], "the engine ends its own"
 
 
