@@ -100,8 +100,8 @@ async def measure(
     """
     adapters = msgspec.structs.replace(config.adapters, merge="off")  # a profile says what steps with LoRA take
     worker = _Observed(msgspec.structs.replace(config, adapters=adapters))
-    await worker.service.start()
     try:
+        await worker.service.start()
         if "embeddings" in worker.limits.capabilities:
             raise ConfigError("--model: a pooling model decodes nothing; only models that generate text are measured")
         profiler = _Profiler(worker, model_dir)
