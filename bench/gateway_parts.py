@@ -191,13 +191,12 @@ def next_frame(step: int, running: list[Progress], tails: list[bytes]) -> bytes:
 
     It is made of prepared bytes, so that the engine costs little.
     """
-    frame = encode(TokenFrame(WORKER, step, []))  # ends with an empty list and the version
-    parts = [frame[:-2], b"\xdd", len(running).to_bytes(4, "big")]
+    frame = encode(TokenFrame(WORKER, step, []))  # ends with an empty list
+    parts = [frame[:-1], b"\xdd", len(running).to_bytes(4, "big")]
     for progress in running:
         parts.append(progress.head)
         parts.append(tails[progress.index])
         progress.index += 1
-    parts.append(frame[-1:])
     return b"".join(parts)
 
 

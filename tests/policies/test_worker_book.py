@@ -113,14 +113,14 @@ def test_lost_messages_count_as_one_gap_whichever_message_shows_it():
     for seen_by_delta in (False, True):
         book, _ = followed()
         said = worker()
-        hear(book, said.snapshot(START_PERF, 0))
-        hear(book, said.snapshot(START_PERF, 0))
+        hear(book, said.snapshot(START_PERF))
+        hear(book, said.snapshot(START_PERF))
         assert book.gaps == 0
         for _ in range(3):
-            said.delta(0)  # lost
+            said.delta()  # lost
         if seen_by_delta:
-            hear(book, said.delta(0))
-        hear(book, said.snapshot(START_PERF, 0))
+            hear(book, said.delta())
+        hear(book, said.snapshot(START_PERF))
         assert book.gaps == 1
 
 
