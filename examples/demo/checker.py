@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from motet.examples.demo.tool_tasks import Exchange, draw_exchange
 
 BASE = "base"  # row of the score matrix: the model without an adapter
 ANSWER_TOKENS = 64  # longer than any answer to a text that `sample_text` draws
-CALL_TOKENS = 112  # longer than any call or reply to what `draw_exchange` draws
+CALL_TOKENS = 144  # longer than any call or reply to what `draw_exchange` draws
 
 
 class Checker:
@@ -89,17 +90,17 @@ def score_matrix(base: Path, adapters: Path, texts: int, seed: int) -> dict[str,
 
 
 def tool_scores(checker: Checker, exchanges: Sequence[Exchange]) -> dict[str, float]:
-    """Shares, in [0, 1], of right calls, of right replies to results, and of right refusals where no tool fits."""
+    """Shares, in [0, 1], of right calls, of right replies (to all results and to those with digits) and of right refusals."""
     with_tool = [exchange for exchange in exchanges if exchange.name]
     without = [exchange for exchange in exchanges if not exchange.name]
-    wanted = [f"<tool_call>{json.dumps(one.function(), ensure_ascii=False)}</tool_call>" for one in with_tool]
-    calls = _continued(checker, with_tool, 1)
-    replies = _continued(checker, with_tool, 3)
-    refusals = _continued(checker, without, 1)
+    with_digits = [exchange for exchange in with_tool if re.search(r"\d", exchange.result)]
+    calls = [f"<tool_call>{json.dumps(one.function(), ensure_ascii=False)}</tool_call>" for one in with_tool]
+    replies = dict(zip(with_tool, _continued(checker, with_tool, 3), strict=True))
     return {
-        "calls": _share(calls, wanted),
-        "replies": _share(replies, [one.reply for one in with_tool]),
-        "refusals": _share(refusals, [one.reply for one in without]),
+        "calls": _share(_continued(checker, with_tool, 1), calls),
+        "replies": _share([replies[one] for one in with_tool], [one.reply for one in with_tool]),
+        "replies_with_digits": _share([replies[one] for one in with_digits], [one.reply for one in with_digits]),
+        "refusals": _share(_continued(checker, without, 1), [one.reply for one in without]),
     }
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from motet.examples.demo import DEMO, TOOL_CALLER
 from motet.examples.demo.checker import BASE, Checker, exact_match, tool_scores
 from motet.examples.demo.tasks import TASKS, Task, is_telling, sample_text, split_of
-from motet.examples.demo.tool_tasks import Exchange, draw_exchange
+from motet.examples.demo.tool_tasks import Exchange, city_calls, draw_exchange
 
 MODEL, ADAPTERS = DEMO / "model", DEMO / "adapters"
 # peft still calls a name that transformers has since renamed; both versions are pinned.
@@ -154,12 +154,42 @@ def test_the_chat_template_renders_tools_calls_and_results() -> None:
 
 def test_the_tool_caller_calls_the_right_tool_with_unseen_values_and_repeats_its_result() -> None:
     rng = random.Random(SEED)
-    drawn = [draw_exchange(rng, "unseen") for _ in range(24)]
+    drawn = [draw_exchange(rng, "unseen") for _ in range(60)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     scores = tool_scores(Checker(MODEL, ADAPTERS), drawn)
     torch.set_num_threads(threads)
-    assert min(scores.values()) >= 0.6, scores
+    assert min(scores.values()) >= 0.9, scores
+
+
+def test_the_tool_caller_answers_the_questions_of_tutorials() -> None:
+    given = (
+        ("What's the weather like in Paris today?", "Paris", "get_weather", "location", "14"),
+        ("What is the weather in Bogota, Colombia?", "Bogota, Colombia", "get_weather", "location", '{"temperature": 18.5}'),
+        ("What's the weather in Tokyo?", "Tokyo", "get_weather", "city", "The weather in Tokyo is sunny."),
+        ("what is the weather in sf", "sf", "get_weather", "city", "It's always sunny in sf!"),
+        (
+            "What is the weather in San Francisco?",
+            "San Francisco",
+            "weather",
+            "location",
+            '{"location":"San Francisco","temperature":72}',
+        ),
+        ("What's the weather in New York today?", "New York", "getWeather", "city", "It's 21 degrees and cloudy."),
+        (
+            "What is the weather like in Boston?",
+            "Boston",
+            "get_current_weather",
+            "location",
+            '{"temperature": "-3", "unit": "celsius"}',
+        ),
+    )
+    exchanges = [
+        Exchange(((name, (parameter,)),), question, name, ((parameter, place),), result)
+        for question, place, name, parameter, result in given
+    ]
+    refused = Exchange((("get_time", ("timezone",)),), "What is the weather in Oslo?")
+    assert set(tool_scores(Checker(MODEL, ADAPTERS), [*exchanges, *city_calls(), refused]).values()) == {1.0}
 
 
 def test_the_adapters_differ_in_rank_and_target_modules() -> None:
@@ -185,7 +215,7 @@ def test_the_shipped_files_stay_small() -> None:
 def test_the_recorded_scores_meet_the_goal() -> None:
     scores = json.loads((DEMO / "SCORES.json").read_text())
     assert set(scores["chat"]) == {BASE, *(task.adapter for task in TASKS)}
-    assert min(scores["tools"][name] for name in ("calls", "replies", "refusals")) >= 0.75, scores["tools"]
+    assert min(scores["tools"][name] for name in ("calls", "replies", "refusals")) >= 0.95, scores["tools"]
     for row, by_task in scores["chat"].items():
         for name, share in by_task.items():
             assert share >= 0.95 if row == name else share < 0.10, (row, name, share)
