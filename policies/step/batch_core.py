@@ -79,6 +79,8 @@ class BatchCore(Generic[S]):
         self.state: AdmissionState[S] = AdmissionState(kv=kv, adapters=slots)
         slots.waited = self._waited
         self.slots, self.cold = slots, cold
+        self.seats = limits.seats
+        """Sequences that run at most."""
         self.memory: Budget = device_budget(kv, slots)
         """The device's memory by claim and class; without `kv.block_bytes` KV counts as nothing."""
         self.travelling = HeldBlocks(kv, lambda: len(self.state.running))

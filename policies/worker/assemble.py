@@ -77,7 +77,10 @@ def batch_core(
     modes: Modes | None = None,
     copies: PerfModel | None = None,
 ) -> BatchCore[S]:
-    """What decides about each step. `cold`: copies to the device run beside the steps. `modes`, `copies`: as BatchCore's."""
+    """The sequences, memory and steps of an engine whose steps the worker plans.
+
+    `cold`: copies to the device run beside the steps. `modes`, `copies`: as BatchCore's.
+    """
     return BatchCore(
         AdmissionLimits(max_running=max_running, max_step_tokens=options.max_step_tokens, prefetch=options.prefetch),
         kv=KvBlocks(
@@ -97,7 +100,7 @@ def batch_core(
 
 
 def engine_entry(memory: DeviceMemory, options: WorkerOptions, *, seats: int) -> EngineEntry[E]:
-    """What decides which requests enter an engine that plans its own steps."""
+    """Admission to an engine that has a scheduler of its own, such as vLLM: which requests it gets, and their adapter slots."""
     return EngineEntry(
         EntryLimits(seats=seats),
         kv=KvBlocks(memory.kv_blocks, memory.block_size, prefix_cache=False),
@@ -114,7 +117,7 @@ def worker_core(
     disk_bytes: int | None,
     files: Iterable[tuple[str, int]] = (),
 ) -> WorkerCore[R]:
-    """What decides about requests and adapters between two steps. `files`: as HostTier's."""
+    """The requests of a worker, and its adapters in host memory and on disk. `files`: as HostTier's."""
     return WorkerCore(
         view=view,
         host=HostTier(host_bytes, disk_bytes, files=files, eviction=options.eviction),

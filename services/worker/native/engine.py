@@ -16,7 +16,6 @@ import math
 from array import array
 from collections.abc import Callable, Collection
 
-from motet.policies.step.batch_admission import AdmissionLimits
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import StepPlan, advance, due_s
 from motet.policies.step.cold_start import ColdStarts, Forced
@@ -100,14 +99,13 @@ class Engine:
         self._state = self._core.state
         self.kv = KvIo(self._core.travelling, runner, self._keys_of)
         """Access to KV blocks, for requests that move between workers."""
-        seats = AdmissionLimits(max_running=limits.max_running, max_step_tokens=options.max_step_tokens).seats
         self._seats = Seats(
-            seats=seats,
+            seats=self._core.seats,
             max_step_tokens=options.max_step_tokens,
             max_model_len=self.max_model_len,
             block_size=limits.block_size,
         )
-        self._sampler = Sampler(seats, self._vocab_size)
+        self._sampler = Sampler(self._core.seats, self._vocab_size)
         self.clock = StepClock()
         self._output = StepOutput()  # of the step to come; what happens between steps is reported with it
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
