@@ -38,7 +38,7 @@ class Bucket:
         with reaching(self._name):
             try:
                 found = await self._keys.get(key)
-            except js_errors.KeyNotFoundError:
+            except (js_errors.KeyNotFoundError, js_errors.InvalidKeyError):  # a client may ask for any text
                 return None
             return KvEntry(found.value or b"", found.revision or 0)
 

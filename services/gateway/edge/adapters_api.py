@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter
 from msgspec import Meta
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -57,6 +58,21 @@ SETTLE_S = 5.0
 EVERYBODY = "*"  # an administrator's view of all tenants
 CHUNK_BYTES = 1 << 17
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class _AdapterPath(Convertor[str]):
+    """An adapter's name in a path. `/v1/adapters/<name>/pin` is the pin of an adapter, with methods of its own."""
+
+    regex = r"(?!.*/pin$).*"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("adapter", _AdapterPath())
 
 
 class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -144,7 +160,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
             {"object": "list", "data": [_resource(gateway, info) for info in found], "refused": refused_list(gateway)}
         )
 
-    @api.get("/v1/adapters/{name:path}")
+    @api.get("/v1/adapters/{name:adapter}")
     async def adapter(name: str, request: Request, tenant: str | None = None) -> Response:
         caller = caller_of(request)
         info = gateway.adapters.resolve(name, _seen_as(caller, tenant))
@@ -184,14 +200,14 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         caller.check("adapters", "unpinning an adapter")
         return json_answer(_resource(gateway, await registry.pin(name, (), caller, tenant)))
 
-    @api.patch("/v1/adapters/{name:path}")
+    @api.patch("/v1/adapters/{name:adapter}")
     async def change_adapter(name: str, request: Request, tenant: str | None = None) -> Response:
         caller = caller_of(request)
         caller.check("adapters", "changing an adapter's version")
         asked: ChangeRequest = protocol.decode(await read_body(request, max_body), _change)
         return json_answer(_resource(gateway, await registry.rollback(name, asked.version, caller, tenant)))
 
-    @api.delete("/v1/adapters/{name:path}")
+    @api.delete("/v1/adapters/{name:adapter}")
     async def delete_adapter(
         name: str, request: Request, force: bool = False, forget: bool = False, tenant: str | None = None
     ) -> Response:

@@ -5,7 +5,11 @@ that is silent, for a minute by default, so such clients could use up all open f
 
     accepted ──► ClientHello is complete ──► handshake ──► GuardedProtocol: counted and watched as without TLS
         │                                        │
-        └──── HANDSHAKE_S for both, or older than YOUNG_S when the connection limit is reached: the oldest one first ──► closed
+        └──── HANDSHAKE_S for both; at the connection limit the oldest without a ClientHello, else the oldest ──► closed
+
+A client of good will sends its ClientHello with the packet that completes the connection. So at the limit those without one are
+closed first, whatever their age: however fast silent clients come, they only push each other out. A handshake that goes on is
+closed when it is older than YOUNG_S.
 
 Memory for TLS is taken once the ClientHello is complete: a client that does not send it costs a file descriptor only.
 """
@@ -24,7 +28,7 @@ from motet.shared.telemetry import logger
 
 log = logger("motet.gateway.tls")
 HANDSHAKE_S = 10.0
-YOUNG_S = 1.0  # a client of good will is faster, unless its network is slow
+YOUNG_S = 1.0  # a client of good will ends a handshake faster, unless its network is slow
 BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64  # then the loop serves others
 PAUSE_S = 0.1  # without a free file descriptor
@@ -51,6 +55,7 @@ class TlsListener:
         self._connections, self._max_connections = connections, max_connections
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], float] = {}  # -> when accepted; the oldest first
+        self._silent: dict[asyncio.Task[None], None] = {}  # those without a whole ClientHello
         self._pause: asyncio.TimerHandle | None = None
         metrics.HANDSHAKES.set_function(lambda: len(self._handshakes))
 
@@ -95,14 +100,20 @@ class TlsListener:
             return
         client.setblocking(False)
         task = self._loop.create_task(self._shake(client))
-        self._handshakes[task] = now_s()
-        task.add_done_callback(self._handshakes.pop)
+        self._handshakes[task], self._silent[task] = now_s(), None
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._handshakes[task]
+        self._silent.pop(task, None)
 
     async def _shake(self, client: socket.socket) -> None:
-        ends_s = now_s() + HANDSHAKE_S
+        ends_s, task = now_s() + HANDSHAKE_S, asyncio.current_task()
+        assert task is not None
         try:
             try:
                 await asyncio.wait_for(self._hello(client), HANDSHAKE_S)
+                self._silent.pop(task, None)
             except BaseException:
                 client.close()  # from here on the transport closes it
                 raise
@@ -132,10 +143,12 @@ class TlsListener:
             await asyncio.sleep(PEEK_S)
 
     def _end_oldest(self) -> bool:
-        """Close the oldest handshake unless it is young, too. Returns whether that made room."""
-        oldest = next((task for task in self._handshakes if not task.cancelling()), None)
-        if oldest is None or now_s() - self._handshakes[oldest] < YOUNG_S:
-            return False
+        """Close the oldest silent client, else the oldest handshake unless it is young, too. Returns whether that made room."""
+        oldest = next((task for task in self._silent if not task.cancelling()), None)
+        if oldest is None:
+            oldest = next((task for task in self._handshakes if not task.cancelling()), None)
+            if oldest is None or now_s() - self._handshakes[oldest] < YOUNG_S:
+                return False
         oldest.cancel()
         return True
 

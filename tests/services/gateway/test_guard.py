@@ -186,6 +186,9 @@ async def test_names_that_no_adapter_can_have_are_a_4xx(mesh: Mesh, http: aiohtt
 async def test_an_unserved_method_names_all_that_are(mesh: Mesh, http: aiohttp.ClientSession) -> None:
     async with http.put(f"{mesh.url}/v1/adapters/upper") as answer:
         assert (answer.status, answer.headers["allow"]) == (405, "DELETE, GET, PATCH")
+    for method in ("OPTIONS", "PATCH", "GET"):
+        async with http.request(method, f"{mesh.url}/v1/adapters/upper/pin", json={"workers": None}) as answer:
+            assert (answer.status, answer.headers["allow"]) == (405, "DELETE, POST")
     async with http.options(f"{mesh.url}/v1/adapters/upper/pin") as answer:
         assert (answer.status, answer.headers["allow"]) == (405, "DELETE, POST")
     async with http.post(f"{mesh.url}/health", data=b"x") as answer:

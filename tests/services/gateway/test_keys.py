@@ -189,7 +189,7 @@ async def test_a_change_that_is_overtaken_while_its_answer_is_under_way_does_not
 
 
 async def test_the_id_of_a_key_is_no_pattern_and_an_unreadable_record_can_be_revoked(door: Door, mesh: Mesh) -> None:
-    for id_ in ("key_unknown", "*", "%3E", "a.b", "x" * 300):
+    for id_ in ("key_unknown", "*", "%3E", "a.b", "ü", "a b", "x" * 300):
         for method, path in (("DELETE", f"/v1/keys/{id_}"), ("POST", f"/v1/keys/{id_}/rotate")):
             assert (await door.ask(method, path, json={} if method == "POST" else None))[0] == 404, path
     bucket = await mesh.bus.key_value(subjects.KV_KEYS)
