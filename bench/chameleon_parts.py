@@ -210,11 +210,11 @@ def worker(case: Case) -> WorkerSpec:
     return WorkerSpec(
         limits=limits, perf=PERF, steps=MeasuredSteps(STEPS, PERF),
         link=LinkModel(
-            bytes_per_s=256 * MIB / (case.copy_ms / 1e3), layers=LLAMA2_7B.layers, cold_start="blocking", drag=case.drag
+            bytes_per_s=256 * MIB / (case.copy_ms / 1e3), layers=LLAMA2_7B.layers, drag=case.drag
         ),
         options=WorkerOptions(
             max_step_tokens=STEP_TOKENS, max_loras=4096, eviction=policy.eviction, queues=policy.queues,
-            prefetch=policy.prefetch, foresight=policy.foresight,
+            prefetch=policy.prefetch, foresight=policy.foresight, cold_start="blocking",
         ),
     )  # fmt: skip
 

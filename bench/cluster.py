@@ -184,8 +184,13 @@ def measure(setting: Setting, case: Case) -> Outcome:
     if case.cached:
         perf = _free(perf)
     workload = setting.workload(case.rate * setting.workers / WORKERS, slo_ms, recorded=case.recorded)
-    policy = ABLATIONS.get(case.policy, case.policy)
-    scheduler = SchedulerSpec(policy=policy, admission="room", oracle_lengths=case.oracle, copies=case.schedulers)
+    scheduler = SchedulerSpec(
+        policy=case.policy,
+        choose=ABLATIONS.get(case.policy),
+        admission="room",
+        oracle_lengths=case.oracle,
+        copies=case.schedulers,
+    )
     outcome = simulate(workload, perf, scheduler, workers=setting.workers, cached=case.cached)
     facts = [f"{case.rate:.0f}/s"]
     facts += [name for name, there in (("cached", case.cached), ("oracle", case.oracle), ("recorded", case.recorded)) if there]

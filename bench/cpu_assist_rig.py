@@ -17,7 +17,7 @@ from typing import Any, Self
 from bench.mesh_parts import prompts
 from bench.models import ATTENTION, MLP, SHAPES, write_adapter, write_model
 from bench.stored_adapters import stored_adapter
-from motet.policies.step.cold_start import Forced
+from motet.policies.step.cold_start import ColdStartName
 from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engines.adapter_weights import HostAdapter
@@ -28,7 +28,7 @@ from motet.services.worker.native.engine import Engine
 from motet.shared.clock import now_s
 from motet.shared.model import SamplingParams
 
-WAYS: dict[str, Forced] = {
+WAYS: dict[str, ColdStartName] = {
     "cached": "blocking",
     "on demand": "blocking",
     "layer-wise": "layerwise",
@@ -147,13 +147,8 @@ class EngineRig:
                 number = waiting.pop(0)
                 one = asked[number]
                 sampling = SamplingParams(max_tokens=one.output_tokens, temperature=0.0, ignore_eos=True)
-                request = EngineRequest(
-                    request_id=str(number),
-                    gateway_id="",
-                    prompt=one.prompt,
-                    sampling=sampling,
-                    arrival_s=began + one.at_s,
-                    adapter=adapters[number],
+                request = EngineRequest.local(
+                    str(number), one.prompt, sampling, weights=adapters[number], arrival_s=began + one.at_s
                 )
                 self._engine.add(request, now)
             if not self._engine.has_work():

@@ -19,9 +19,10 @@ import numpy as np
 
 from bench import report
 from bench.twin_speed import alpaca_like, limits_of
-from motet.policies.step.cold_start import AssistRates, Forced
+from motet.policies.step.cold_start import AssistRates, ColdStartName
 from motet.policies.times.perf_model import MIB
 from motet.shared.model import MODULES, PerfModel
+from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.link import LinkModel
 from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B, LLAMA31_8B, ModelShapes
@@ -97,12 +98,12 @@ def _ways(device: Device) -> dict[str, WorkerSpec]:
     at_once = msgspec.structs.replace(device.perf, load_base_ms=0.0, load_ms_per_mib=0.0)
     mib_row_ms = MIB / ELEMENT_BYTES * FLOPS_PER_ELEMENT / (GFLOPS * 1e6)
 
-    def beside(way: Forced) -> WorkerSpec:
+    def beside(way: ColdStartName) -> WorkerSpec:
         rates = AssistRates(
             PROCESSES, mib_row_ms=mib_row_ms, mib_ms=MIB / (READ_GBPS * 1e6), start_ms=START_MS, core_share=CORE_SHARE
         )
-        link = LinkModel(bytes_per_s=device.link_bytes_per_s, layers=device.shapes.layers, assist=rates, cold_start=way)
-        return replace(plain, link=link)
+        link = LinkModel(bytes_per_s=device.link_bytes_per_s, layers=device.shapes.layers, assist=rates)
+        return replace(plain, link=link, options=WorkerOptions(cold_start=way))
 
     return {
         "cached": replace(plain, perf=at_once, steps=PerfSteps(at_once)),

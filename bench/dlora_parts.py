@@ -41,7 +41,7 @@ from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import LoraShare, PerfSteps
 from motet.twin.traces import read_invocations, read_lengths
-from motet.twin.worker import MergeSpec, Worker, WorkerSpec
+from motet.twin.worker import MergeInPlace, Worker, WorkerSpec
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, zipf
 
 INVOCATIONS, LENGTHS = "maf2019_sample_invocations_per_minute.csv.gz", "sharegpt_lengths.csv.gz"
@@ -57,7 +57,7 @@ PERF = PerfModel(
     decode_lora_ms=0.0, load_base_ms=1.0, load_ms_per_mib=0.05,
 )  # fmt: skip
 CONTEXT_TOKEN_PS = 330_000
-LINK = LinkModel(bytes_per_s=20e9, layers=32, cold_start="blocking")
+LINK = LinkModel(bytes_per_s=20e9, layers=32)
 LIMITS = WorkerLimits(
     base_model="llama-2-7b",
     max_model_len=4096,
@@ -279,24 +279,24 @@ def build(case: Case) -> Cluster:
     if system.merge is not None:
         costs = MergeCosts(switch_ms=SWITCH_MS, step_ms=29.0, row_ms=0.1 + 1e-9 * CONTEXT_TOKEN_PS * 500, lora=system.lora)
         config = system.merge if isinstance(system.merge, MergeConfig) else None
-        merging = MergeSpec(costs=costs, config=config, turn=system.turn)
+        merging = MergeInPlace(costs=costs, config=config, turn=system.turn)
     spec = WorkerSpec(
         limits=LIMITS,
         perf=PERF,
         steps=LoraShare(PerfSteps(PERF, context_token_ps=CONTEXT_TOKEN_PS), system.lora),
         link=LINK,
-        options=WorkerOptions(max_step_tokens=2048, max_loras=64),
-        merging=merging,
+        options=WorkerOptions(max_step_tokens=2048, max_loras=64, cold_start="blocking"),
+        in_place=merging,
     )
     if system.pooled:
         spec = _pool(spec, case)
     by_mode = ByMode()
     own: dict[str, Choose] = {"turn": InTurn(), "mode": by_mode, "least-pending": least_pending}
-    choose: str | Choose = own.get(system.dispatch, system.dispatch)
+    choose = own.get(system.dispatch)
     cluster = Cluster(
         workload(case),
         [spec] * case.simulated,
-        SchedulerSpec(policy=choose, admission="room"),
+        SchedulerSpec(policy=system.dispatch, choose=choose, admission="room"),
         balance=BalanceSpec(config=system.balance, clock_s=time.perf_counter)
         if system.balance is not None and case.workers > 1
         else None,

@@ -169,9 +169,7 @@ def run_engine(
     lap, now = next(_laps), now_s()
     for i, (prompt, adapter) in enumerate(zip(prompts_, adapters, strict=True)):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=i, ignore_eos=True)
-        request = EngineRequest(
-            request_id=f"{lap}-{i}", gateway_id="g", prompt=prompt, sampling=sampling, arrival_s=now, adapter=adapter
-        )
+        request = EngineRequest.local(f"{lap}-{i}", prompt, sampling, weights=adapter, gateway_id="g", arrival_s=now)
         engine.add(request, now)
     while engine.has_work():
         output = engine.step(now_s())

@@ -1,7 +1,7 @@
 """A worker's profile: measurements of a live worker in a file, used by workers at start and by the twin.
 
     {"motet_profile": 1, "limits": {...}, "perf": {...}, "fit": {...}, "steps": {...}, "engine_steps": {...}, "engine": {...},
-     "storage": {...}, "link": {...}, "hops": {...}}
+     "storage": {...}, "merge": {...}, "link": {...}, "hops": {...}}
 
 `limits`, `perf` and `engine_steps` are `shared.model`'s WorkerLimits, PerfModel and EngineSteps; all but the first two are
 optional. Times must be finite and not negative, and a decode step must take more than zero. `motet profile` writes profiles.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -78,7 +78,13 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     assist_core_share: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of a core that copying takes meanwhile
     assist_relief: Annotated[float, Meta(ge=0, le=1)] = 0.0  # what the device is spared, of the time of a process
     assist_hop_ms: _Ms = 0.05  # per layer: handing rows to processes and back
-    cold_start: Literal["auto", "blocking", "layerwise", "assist"] = "auto"
+
+
+class MergeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The merged copy of the weights, of a worker with `--merge on`."""
+
+    copy_mib: Annotated[float, Meta(gt=0)]
+    mib_ms: _Ms  # the engine's time to make one MiB of it
 
 
 class FitFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +108,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     engine: WorkerOptions = WorkerOptions()
     storage: StorageTimes = StorageTimes()
     hops: Hops = Hops()
+    merge: MergeFacts | None = None  # for the option `merge`
     link: LinkFacts | None = None  # None: a step waits for the copies it needs, as `perf` says
 
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 QueuesName = Literal["fcfs", "sjf", "static", "chameleon", "motet"]
 EvictionName = Literal["lru", "score", "fair-share", "gdsf", "next-use", "none"]
+ColdStartName = Literal["auto", "blocking", "layerwise", "assist"]
 _Count = Annotated[int, Meta(ge=1)]
 
 
@@ -30,6 +31,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Waiting requests whose adapters are copied before their turn."""
     foresight: bool = False
     """Adapters are brought before a request asks for them."""
+    cold_start: ColdStartName = "auto"
+    """How requests start while their adapter is being copied, where copies run beside the steps."""
+    merge: bool = False
+    """The adapter of most requests is merged into a copy of the weights."""
 
 
 DEFAULTS = WorkerOptions()

@@ -16,10 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.describe import brief_of
 from motet.policies.cluster.migration_plan import Plan
 from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer
 from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, Cadence
+from motet.shared.model import RequestBrief
 from motet.shared.wire.worker_state import WorkerState
 from motet.twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from motet.twin.metrics import Metrics, summary
@@ -67,21 +71,32 @@ class _Reporter:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A request on its way from a scheduler to a worker."""
+    """A request on its way from a scheduler to a worker, in one epoch."""
 
     request: Request
     scheduler: Scheduler
+    ask: Ask
+    epoch: int
     predicted_tokens: int
-    tried: tuple[str, ...] = field(default=())
     before: Live | None = None  # as another worker handed it over
     fetch_at: str = ""  # the worker that fetches its KV blocks if it gets the request
+
+    def brief(self) -> RequestBrief:
+        """The request as this attempt describes it."""
+        return _brief(self.request, self.predicted_tokens, self.epoch, self.before)
+
+
+def _brief(request: Request, predicted_tokens: int, epoch: int, before: Live | None) -> RequestBrief:
+    produced = before.length - request.prompt_tokens if before is not None else 0
+    return brief_of(request, predicted_tokens=predicted_tokens, epoch=epoch, output_tokens=produced)
 
 
 class Cluster:
     """A simulated cluster: build it, `run` it, read `metrics` or `summary`.
 
     Without a scheduler, one worker gets every request at once, with the output length that `predict` returns: by default the
-    true one. `balance`: a rebalancer moves requests. `preload`: adapters on the device at the start, by worker id.
+    true one. `balance`: a rebalancer moves requests, also if the
+    scheduler does not ask for one. `preload`: adapters on the device at the start, by worker id.
     """
 
     def __init__(
@@ -128,6 +143,9 @@ class Cluster:
                 self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
         self.plans: list[tuple[float, Plan]] = []
         """What the rebalancer decided, and the real seconds that each plan took."""
+        if scheduler is not None and scheduler.rebalance:
+            balance = balance or BalanceSpec(config=self.schedulers[0].core.rebalance)
+            self.events.at(round(scheduler.place_s * PS_PER_S), MESSAGE, self._place_adapters)
         if balance is not None:
             self._rebalancer = Rebalancer(balance.config)
             self.events.at(round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)
@@ -170,29 +188,33 @@ class Cluster:
     def _arrive(self, request: Request) -> None:
         self._next_arrival()
         if not self.schedulers:
-            if self.workers[0].assign(request, str(request.index), self._predict(request)):
+            if self.workers[0].assign(request, brief_of(request, predicted_tokens=self._predict(request))):
                 self.metrics.worker[request.index] = 0
             else:
                 self._refuse(request)
             return
-        scheduler = self.schedulers[self._turn[request.index]]
-        self._place(_Attempt(request, scheduler, scheduler.predict(request)))
+        self._place(self._attempt(request))
+
+    def _attempt(self, request: Request, before: Live | None = None) -> _Attempt:
+        """A request comes to its scheduler, for the first time or after `before`."""
+        scheduler, now_s = self.schedulers[self._turn[request.index]], self.events.now_s
+        produced = before.length - request.prompt_tokens if before is not None else 0
+        epoch = before.brief.epoch + 1 if before is not None else 0
+        predicted_tokens = scheduler.predict(request, produced)
+        ask = scheduler.ask(request, _brief(request, predicted_tokens, epoch, before), now_s)
+        return _Attempt(request, scheduler, ask, epoch, predicted_tokens, before)
 
     def _place(self, attempt: _Attempt) -> None:
-        request, scheduler = attempt.request, attempt.scheduler
-        chosen = None
-        if len(attempt.tried) < scheduler.spec.attempts:
-            chosen = scheduler.decide(
-                request, attempt.predicted_tokens, attempt.tried, self.events.now_s, begun=attempt.before is not None
-            ).worker_id
+        scheduler, chosen = attempt.scheduler, None
+        if len(attempt.ask.tried) < scheduler.spec.attempts:
+            chosen = scheduler.decide(attempt.ask, self.events.now_s).worker_id
         if chosen is None:
-            self._refuse(request)
+            self._refuse(attempt.request)
             return
         self._send(attempt, chosen)
 
     def _send(self, attempt: _Attempt, chosen: str) -> None:
-        request, scheduler = attempt.request, attempt.scheduler
-        scheduler.expect(chosen, request, str(request.index), attempt.predicted_tokens, self.events.now_s)
+        attempt.scheduler.expect(chosen, attempt.brief(), self.events.now_s)
         if self._assign_ps:
             self.events.at(self.events.now_ps + self._assign_ps, ARRIVAL, self._assign, attempt, chosen)
         else:
@@ -200,16 +222,15 @@ class Cluster:
 
     def _assign(self, attempt: _Attempt, worker_id: str) -> None:
         request, scheduler = attempt.request, attempt.scheduler
-        worker, request_id = self._by_id[worker_id], str(request.index)
-        fetch = worker_id == attempt.fetch_at
-        if worker.assign(request, request_id, attempt.predicted_tokens, attempt.before, fetch=fetch):
+        worker = self._by_id[worker_id]
+        if worker.assign(request, attempt.brief(), attempt.before, fetch=worker_id == attempt.fetch_at):
             self.metrics.worker[request.index] = worker.index
-            scheduler.flights.accepted(worker_id, request_id, self.events.now_s)
+            scheduler.flights.accepted(worker_id, request.request_id, self.events.now_s)
             return
         self.metrics.retries += 1
-        scheduler.flights.withdraw(worker_id, request_id)
+        scheduler.flights.withdraw(worker_id, request.request_id)
         scheduler.state.set_refusing(worker_id)
-        attempt.tried += (worker_id,)
+        attempt.ask = replace(attempt.ask, tried=(*attempt.ask.tried, worker_id))
         self._place(attempt)
 
     def move(self, request_id: str, to: str, *, fetch: bool = False) -> None:
@@ -225,15 +246,27 @@ class Cluster:
 
     def _handed(self, live: Live, to: str, fetch: bool) -> None:
         self.metrics.moves += 1
-        scheduler = self.schedulers[self._turn[live.request.index]]
-        predicted = live.expected_length - live.request.prompt_tokens
-        self._send(_Attempt(live.request, scheduler, predicted, before=live, fetch_at=to if fetch else ""), to)
+        attempt = self._attempt(live.request, live)
+        if attempt.scheduler.core.may_take(attempt.ask, to, self.events.now_s):
+            attempt.fetch_at = to if fetch else ""
+            self._send(attempt, to)
+        else:
+            self._place(attempt)
 
     def _look(self, balance: BalanceSpec) -> None:
         """The rebalancer of the first scheduler checks the cluster, moves requests, and schedules its next check."""
         self._find_moves(balance)
         if self._open:
             self.events.at(self.events.now_ps + round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)
+
+    def _place_adapters(self) -> None:
+        """The first scheduler says which adapters each worker keeps loaded."""
+        scheduler, now_s = self.schedulers[0], self.events.now_s
+        placed = scheduler.core.placing.place(scheduler.book, scheduler.state, now_s)
+        for worker_id, digests in placed.items():
+            self._by_id[worker_id].pin(digests)
+        if self._open:
+            self.events.at(self.events.now_ps + round(scheduler.spec.place_s * PS_PER_S), MESSAGE, self._place_adapters)
 
     def _find_moves(self, balance: BalanceSpec) -> None:
         scheduler, now_s = self.schedulers[0], self.events.now_s

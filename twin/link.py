@@ -8,7 +8,7 @@ from math import isfinite
 
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import S, Sequence
-from motet.policies.step.cold_start import AssistRates, Copy, Forced, step_ms
+from motet.policies.step.cold_start import AssistRates, Copy, step_ms
 from motet.policies.times.perf_model import MIB
 from motet.shared.model import PerfModel
 from motet.twin.events import PS_PER_MS, PS_PER_S, to_ps
@@ -19,7 +19,7 @@ FOREVER_PS = 1 << 62
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkModel:
-    """The link of one worker, its CPU LoRA processes, and the rules for joining before a copy is complete.
+    """The link of one worker, and its CPU LoRA processes.
 
     `drag`: how much longer a step takes per time of a copy beside it. 0: copies cost steps nothing; 1: steps stand still
     meanwhile.
@@ -28,7 +28,6 @@ class LinkModel:
     bytes_per_s: float
     layers: int
     assist: AssistRates | None = None
-    cold_start: Forced = "auto"
     drag: float = 0.0
 
 

@@ -13,7 +13,7 @@ from motet.twin.link import LinkModel
 from motet.twin.memory import LLAMA2_7B
 from motet.twin.steps import A10_MBGMV, Link, MeasuredSteps, PerfSteps
 from motet.twin.storage import StorageModel
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker import MergedCopyModel, WorkerSpec
 
 MIB = 1 << 20
 
@@ -41,6 +41,9 @@ class TwinProfile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fie
                 store=Link(storage.store_base_ms, storage.store_ms_per_mib),
             ),
             options=self.engine,
+            merged_copy=None
+            if self.merge is None
+            else MergedCopyModel(size_bytes=round(self.merge.copy_mib * MIB), mib_ms=self.merge.mib_ms),
             link=None if self.link is None else _link(self.link),
         )
 
@@ -57,7 +60,7 @@ def _link(facts: profile.LinkFacts) -> LinkModel:
             core_share=facts.assist_core_share,
             relief=facts.assist_relief,
         )
-    return LinkModel(bytes_per_s=facts.gb_per_s * 1e9, layers=facts.layers, assist=assist, cold_start=facts.cold_start)
+    return LinkModel(bytes_per_s=facts.gb_per_s * 1e9, layers=facts.layers, assist=assist)
 
 
 A10_BYTES = 24_000_000_000
@@ -79,6 +82,8 @@ def a10_llama2_7b() -> TwinProfile:
             kv_blocks_total=LLAMA2_7B.kv_blocks(A10_BYTES, adapter_bytes=adapter_bytes, block_size=16),
             adapter_bytes_total=adapter_bytes,
             max_lora_rank=128,
+            pin_slots=32,
+            pin_bytes=adapter_bytes // 2,
         ),
         perf=A10_MBGMV,
     )

@@ -1,39 +1,34 @@
 """A simulated scheduler: its own copy of the workers' state, delayed as on the bus, plus its own assignments.
 
-`policy` is a name as in the live scheduler's configuration (`policies.cluster.dispatch`). The scheduler sees what a live one
-sees, not the workers themselves.
+It sees what a live one sees, not the workers themselves, and decides with the same `policies.cluster.scheduler_core`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from motet.policies.cluster.candidates import Ask
-from motet.policies.cluster.choice import Choose
-from motet.policies.cluster.cluster_state import hash_of
 from motet.policies.cluster.cluster_view import ClusterView
-from motet.policies.cluster.dispatch import POLICIES, Decision, decide
-from motet.policies.cluster.objectives import Admission
+from motet.policies.cluster.describe import predicted
+from motet.policies.cluster.dispatch import Decision
+from motet.policies.cluster.scheduler_core import SchedulerCore
 from motet.policies.cluster.worker_book import WorkerBook
 from motet.policies.lengths.quantiles import LengthQuantiles
+from motet.shared.model import RequestBrief
+from motet.shared.scheduler_options import SchedulerOptions
 from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
 from motet.twin.workload import Request
 
 ADAPTERS = 4096  # length histograms kept
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerSpec:
-    """The options of a scheduler, as in services/scheduler/config.py.
+class SchedulerSpec(SchedulerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of a scheduler, and what only a simulated one has.
 
-    `oracle_lengths`: predictions are the true output lengths.
+    `choose`: a policy without a name. `oracle_lengths`: predictions are the true output lengths.
     """
 
-    policy: str | Choose = "motet"  # a name of `POLICIES`, or a policy itself
-    admission: Admission = "objective"
-    stale_s: float = 3.0
-    in_flight_s: float = 3.0
-    attempts: int = 3
+    choose: Any = None  # Choose | None
     max_tokens: int = 1024  # what requests ask for at most, as far as the predictor knows
     oracle_lengths: bool = False
     copies: int = 1  # how many there are
@@ -44,10 +39,10 @@ class Scheduler:
 
     def __init__(self, spec: SchedulerSpec) -> None:
         self.spec = spec
-        self._choose = POLICIES[spec.policy]() if isinstance(spec.policy, str) else spec.policy
         view = ClusterView(spec.in_flight_s)
         self.state, self.flights = view.state, view.flights
-        self._book = WorkerBook(view)
+        self.book = WorkerBook(view)
+        self.core = SchedulerCore(spec, self.state, choose=spec.choose)
         self._lengths = LengthQuantiles(ADAPTERS)
         self._base_model = ""
 
@@ -55,15 +50,22 @@ class Scheduler:
         """A worker's message arrived."""
         if isinstance(word, WorkerSnapshot):
             self._base_model = word.limits.base_model
-            self._book.snapshot(word, now_s)
+            self.book.snapshot(word, now_s)
         else:
-            self._book.delta(word, now_s)
+            self.book.delta(word, now_s)
 
-    def predict(self, request: Request) -> int:
-        """Expected output tokens."""
+    def predict(self, request: Request, produced: int = 0) -> int:
+        """Expected output tokens, of which `produced` are there."""
         if self.spec.oracle_lengths:
             return request.output_tokens
-        return self._lengths.expected_tokens(request.adapter.digest, self.spec.max_tokens)
+        most = self.spec.max_tokens
+        expected = self._lengths.expected_tokens(request.adapter.digest, most)
+        return predicted(expected, most=most, produced=produced)
+
+    def ask(self, request: Request, brief: RequestBrief, now_s: float) -> Ask:
+        """A request came: the question which worker takes it."""
+        adapter = request.adapter if request.adapter.digest else None
+        return self.core.ask(brief, now_s, base_model=self._base_model, adapter=adapter)
 
     def mean_tokens(self) -> float:
         """The average output length so far."""
@@ -73,29 +75,10 @@ class Scheduler:
         """A request has ended; its true length is known."""
         self._lengths.observe(request.adapter.digest, request.output_tokens)
 
-    def decide(
-        self, request: Request, predicted_tokens: int, tried: tuple[str, ...], now_s: float, *, begun: bool = False
-    ) -> Decision:
-        """Choose a worker. `begun`: another worker has handed the request over."""
-        ask = Ask(
-            base_model=self._base_model,
-            rank=request.adapter.rank,
-            tokens=request.prompt_tokens,
-            tpot_slo_ms=request.slo.tpot_slo_ms,
-            ttft_slo_ms=request.slo.ttft_slo_ms,
-            out_tokens=predicted_tokens,
-            adapter=request.adapter.digest,
-            adapter_bytes=request.adapter.size_bytes,
-            key=hash_of(str(request.index)),
-            tried=tried,
-            begun=begun,
-        )
-        avg_resp_len = self._lengths.mean_tokens()
-        spec = self.spec
-        return decide(
-            self._choose, self.state, ask, now_s, stale_s=spec.stale_s, avg_resp_len=avg_resp_len, admission=spec.admission
-        )
+    def decide(self, ask: Ask, now_s: float) -> Decision:
+        """Choose a worker."""
+        return self.core.decide(ask, now_s, self._lengths.mean_tokens())
 
-    def expect(self, worker_id: str, request: Request, request_id: str, predicted_tokens: int, now_s: float) -> None:
+    def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
         """Count a request as assigned to a worker."""
-        self.flights.expect(worker_id, request.brief(request_id, predicted_tokens), now_s)
+        self.flights.expect(worker_id, brief, now_s)

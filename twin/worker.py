@@ -27,9 +27,10 @@ from motet.policies.memory.host_tier import Load
 from motet.policies.memory.kv_travel import travel
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, extend_keys, steady_steps
-from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Modes
+from motet.policies.step.merged_copy import MERGE, CopySlices
 from motet.policies.step.plan_numbers import count_plan
+from motet.policies.times.perf_model import MIB
 from motet.policies.worker.assemble import DeviceMemory, batch_core, worker_core
 from motet.policies.worker.request_life import Entry
 from motet.policies.worker.worker_core import WorkerCore
@@ -42,6 +43,8 @@ from motet.policies.worker.worker_events import (
     Fetch,
     Fetched,
     Loaded,
+    PinAdapters,
+    Pinned,
     Refuse,
     Registered,
     Start,
@@ -53,7 +56,7 @@ from motet.policies.worker.worker_view import View
 from motet.shared.model import AdapterRef, PerfModel, RequestBrief, WorkerLimits
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 from motet.shared.worker_options import DEFAULTS, WorkerOptions
-from motet.twin.events import MESSAGE, PS_PER_S, STEP, Events, to_ps
+from motet.twin.events import MESSAGE, PS_PER_MS, PS_PER_S, STEP, Events, to_ps
 from motet.twin.link import Copies, LinkModel
 from motet.twin.metrics import Metrics
 from motet.twin.steps import Batch, StepModel, elapsed_ps, steps_within
@@ -66,8 +69,24 @@ NO_CONTENT = array("i")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MergeSpec:
-    """An engine with merged weights. `config` None: a baseline that always merges one adapter, for `turn` steps in a row."""
+class MergedCopyModel:
+    """The merged copy of an engine's weights: its size, and the time in which an engine makes a MiB of it."""
+
+    size_bytes: int
+    mib_ms: float
+
+    @property
+    def make_ps(self) -> int:
+        """The time to make the copy."""
+        return to_ps(self.mib_ms * self.size_bytes / MIB)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeInPlace:
+    """An engine that stops to merge an adapter into its only weights, as in the paper: for comparisons.
+
+    `config` None: it always merges one adapter, for `turn` steps in a row.
+    """
 
     costs: MergeCosts
     config: MergeConfig | None = field(default_factory=MergeConfig)
@@ -88,7 +107,9 @@ class WorkerSpec:
     storage: StorageModel = EVERYTHING_IN_HOST
     link: LinkModel | None = None  # None: an adapter is copied to the device before a step, and the step takes longer
     options: WorkerOptions = DEFAULTS
-    merging: MergeSpec | None = None  # the engine can merge an adapter into its weights
+    merged_copy: MergedCopyModel | None = None  # for `options.merge`
+    merging: MergeConfig = MERGE  # its constants
+    in_place: MergeInPlace | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -107,6 +128,8 @@ class _Run(msgspec.Struct, eq=False):
     """Running steps. `began_ps`: the start of the first step that is not booked yet."""
 
     plan: StepPlan[Live]
+    batch: Batch
+    slice_ps: int  # of its first step, before which a slice of the merged copy is made
     began_ps: int
     first_ps: int
     growth_ps: int
@@ -143,9 +166,19 @@ class Worker:
             DeviceMemory.of(limits),
             options,
             max_running=limits.max_running,
-            cold=ColdStarts(link.layers, options.max_step_tokens, link.cold_start) if link is not None else None,
-            modes=spec.merging.modes() if spec.merging is not None else None,
+            perf=spec.perf,
+            layers=link.layers if link is not None else None,
+            merging=spec.merging,
+            modes=spec.in_place.modes() if spec.in_place is not None else None,
         )
+        self._slices: CopySlices | None = None
+        self._copied_ps, self._last_ps = 0, 0  # of the copy that is made; how long the last step took
+        if self.batches.copy is not None:
+            if spec.merged_copy is None:
+                raise ValueError(
+                    "merge: the worker's profile does not say how large a merged copy is; measure it with --merge on"
+                )
+            self._slices = CopySlices(self.batches.copy, ms=1 / PS_PER_MS)
         self._modes = self.batches.modes
         if self.batches.boundary is not None:
             self.batches.boundary.costs.perf = spec.perf
@@ -163,17 +196,17 @@ class Worker:
         self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
         self._run: _Run | None = None
         self._serial = 0
-        self._foreseen: list[CopyIn] = []  # to be looked at between two steps
+        self._coming: list[CopyIn] = []  # to be looked at between two steps
+        self._brought: list[int] = []  # bytes of adapters that came since the last step, where steps wait for copies
+        self._ticks = False
         self._leaving: list[tuple[Live, Callable[[Live], None]]] = []  # requests that are handed over after the present step
         self._landing: list[Entry[Live]] = []  # requests whose KV blocks have come
         if options.foresight:
-            events.at(events.now_ps + TICK_PS, STEP, self._tick)
+            self._tick(TICK_PS)
 
     # ---- requests
 
-    def assign(
-        self, request: Request, request_id: str, predicted_tokens: int, before: Live | None = None, *, fetch: bool = False
-    ) -> bool:
+    def assign(self, request: Request, brief: RequestBrief, before: Live | None = None, *, fetch: bool = False) -> bool:
         """Accept a request, or refuse it for lack of room: in the queue, or for so many tokens at all.
 
         `before`: the state in which another worker handed it over. Its tokens so far are computed again, or with `fetch` their
@@ -182,11 +215,7 @@ class Worker:
         if request.prompt_tokens >= self._max_length:
             return False
         now_s, adapter = self._events.now_s, request.adapter
-        brief = request.brief(request_id, predicted_tokens)
-        length = request.prompt_tokens
-        if before is not None:
-            length = before.length
-            brief.output_tokens = length - request.prompt_tokens
+        length = request.prompt_tokens + brief.output_tokens
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
             order=0,
@@ -194,10 +223,11 @@ class Worker:
             tokens=_content(request, end_length) if self.spec.options.prefix_cache else NO_CONTENT,
             length=length,
             last_token_ps=before.last_token_ps if before is not None else -1,
-            expected_length=request.prompt_tokens + predicted_tokens,
+            expected_length=request.prompt_tokens + brief.predicted_tokens,
             rank=adapter.rank,
             adapter=adapter.digest,
             adapter_bytes=adapter.size_bytes,
+            merged_bytes=self.spec.merged_copy.size_bytes if self.spec.merged_copy is not None and adapter.digest else 0,
             request=request,
             end_length=end_length,
             brief=brief,
@@ -213,6 +243,12 @@ class Worker:
     def bring(self, digest: str, over: Collection[str]) -> None:
         """Copy an adapter to the device before a request asks for it, as `CopyIn` says."""
         self._perform([CopyIn(digest, over)])
+
+    def pin(self, digests: Iterable[str]) -> None:
+        """Keep these adapters loaded, and no others."""
+        self._perform(self.core.on(Pinned([self._adapters[digest] for digest in digests]), self._events.now_s))
+        if not self._ticks:
+            self._tick()
 
     def give(self, request_id: str, then: Callable[[Live], None]) -> None:
         """Hand a request over, after the present step if it is in the engine.
@@ -268,9 +304,11 @@ class Worker:
                 self._fetch(action.entry)
             elif isinstance(action, Load):
                 self.storage.load(action)
-            elif isinstance(action, CopyIn) and self._copies is not None:
-                self._foreseen.append(action)
-        if self._foreseen and not started:
+            elif isinstance(action, CopyIn):
+                self._coming.append(action)
+            elif isinstance(action, PinAdapters):
+                self.batches.slots.pinned = action.digests
+        if self._coming and not started:
             if self._run is None:
                 self._begin()
             else:
@@ -309,9 +347,11 @@ class Worker:
         for entry in landing:
             held.drop(entry.brief.request_id)
 
-    def _tick(self) -> None:
-        self._events.at(self._events.now_ps + TICK_PS, STEP, self._tick)
-        self._perform(self.core.on(Tick(), self._events.now_s))
+    def _tick(self, first_ps: int = 0) -> None:
+        self._ticks = True
+        self._events.at(self._events.now_ps + (first_ps or TICK_PS), STEP, self._tick)
+        if not first_ps:
+            self._perform(self.core.on(Tick(), self._events.now_s))
 
     def _loaded(self, adapter: AdapterRef) -> None:
         size_bytes = adapter.size_bytes
@@ -322,26 +362,33 @@ class Worker:
             self.batches.end(live)
             self._metrics.ended(live.request.index, now_ps, live.end_length - live.request.prompt_tokens)
             self._on_end(self, live)
-        if actions := self.core.on(Stepped(ended=[(live.brief.request_id, 0) for live in ended]), self._events.now_s):
+        if actions := self.core.on(
+            Stepped(ended=[(live.brief.request_id, live.brief.epoch) for live in ended]), self._events.now_s
+        ):
             self._perform(actions)
 
     # ---- steps
 
     def _begin(self) -> None:
         """Decide the next step, or a run of equal steps, and schedule its end."""
-        if not self.core.book and not self._foreseen:
+        if not self.core.book and not self._coming:
             return
         now_ps = self._events.now_ps
         copies = self._copies
         if copies is not None:
             self._look(copies)
-            if self._foreseen:
-                self._foresee(copies)
-            if not self.core.book:
-                return
+        if self._coming:
+            self._bring(copies)
+        if not self.core.book:
+            return
+        slice_ps = self._work_on_copy() if self._slices is not None else 0
         plan = self.batches.decide(self._events.now_s)
         if self.batches.boundary is not None:
             self.batches.boundary.settle()  # there is no memory to divide
+        if self._slices is not None:
+            self._slices.dropped(plan)
+            if self._slices.begun(plan):
+                self._copied_ps = 0
         if plan.admitted or plan.preempted or plan.loads or plan.prefetched or plan.evictions:
             self._moved(plan, now_ps)
         if not plan.tokens:
@@ -352,7 +399,9 @@ class Worker:
         left = min([live.end_length - live.length for live in plan.decodes]) if plan.decodes else 0
         most = min(self.max_run, left)
         if self._modes is not None:
-            most = 1 if plan.switched else min(most, self._modes.steady())
+            most = 1 if plan.switched or plan.copy_started else min(most, self._modes.steady())
+            if self.batches.copy is not None:
+                most = min(most, self.batches.copy.steady)
             self._rest(plan, now_ps)
         steps = 1 if plan.prefills else steady_steps(self.state, plan, most)
         batch = self._batch(plan)
@@ -372,8 +421,9 @@ class Worker:
             first_ps = copies.step_ps(self.batches, plan.decodes + plan.prefills, first_ps)
         if plan.switched:
             first_ps += self._switch_ps()
+        first_ps += slice_ps
         self._serial += 1
-        self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, left, self._serial)
+        self._run = _Run(plan, batch, slice_ps, now_ps, first_ps, growth_ps, steps, left, self._serial)
         self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
 
     def _look(self, copies: Copies) -> None:
@@ -382,20 +432,27 @@ class Worker:
         if arrived := self.batches.look(copies):
             self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
 
-    def _foresee(self, copies: Copies) -> None:
-        """Begin the copies that no request has asked for yet."""
-        foreseen, self._foreseen = self._foreseen, []
-        now_ps = self._events.now_ps
-        for action in foreseen:
-            size_bytes = self._adapters[action.digest].size_bytes
-            grant = self.batches.foresee(action.digest, size_bytes, action.over or ())
+    def _bring(self, copies: Copies | None) -> None:
+        """Begin the copies that no request has asked for yet: of pinned adapters, and of those that may be requested soon."""
+        coming, self._coming = self._coming, []
+        now_ps, batches = self._events.now_ps, self.batches
+        for digest, over in [(action.digest, action.over) for action in coming]:
+            size_bytes = self._adapters[digest].size_bytes
+            grant = batches.load(digest, size_bytes) if over is None else batches.foresee(digest, size_bytes, over)
             if grant is None:
                 continue
-            copies.link.begin(action.digest, size_bytes, now_ps)
-            if grant.evicted:
-                self.core.on(Stepped(device=[(digest, False) for digest, _ in grant.evicted]), self._events.now_s)
-            self._metrics.foreseen += 1
-            self._events.at(now_ps + copies.link.queued_ps, STEP, self._landed)
+            changes = [(evicted, False) for evicted, _ in grant.evicted]
+            if copies is not None:
+                for evicted, _ in grant.evicted:
+                    copies.link.cancel(evicted)
+                copies.link.begin(digest, size_bytes, now_ps)
+                self._events.at(now_ps + copies.link.queued_ps, STEP, self._landed)
+            else:  # the next step waits for it
+                changes.append((digest, True))
+                self._brought.append(size_bytes)
+            if changes:
+                self.core.on(Stepped(device=changes), self._events.now_s)
+            self._metrics.foreseen += over is not None
         if self.batches.boundary is not None:
             self.batches.boundary.settle()
 
@@ -455,8 +512,9 @@ class Worker:
         if plan.prefills:
             batch.chance = self._chance.random()
             batch.sampled += sum([live.computed + live.scheduled == live.length for live in plan.prefills])
-        if plan.loads and self._copies is None:
-            batch.loads = tuple([live.adapter_bytes for live in plan.loads])
+        if self._copies is None and (plan.loads or self._brought):
+            batch.loads = (*self._brought, *[live.adapter_bytes for live in plan.loads])
+            self._brought = []
         return batch
 
     def _rest(self, plan: StepPlan[Live], now_ps: int) -> None:
@@ -471,14 +529,30 @@ class Worker:
                     live.rested_ps = now_ps
 
     def _switch_ps(self) -> int:
-        """The time to change the weights before a step."""
-        assert self.spec.merging is not None, "only such engines switch"
-        switch_ps = to_ps(self.spec.merging.costs.switch_ms)
+        """The time to change the weights before a step; none where there is a merged copy."""
+        switch_ps = to_ps(self.spec.in_place.costs.switch_ms) if self.spec.in_place is not None else 0
         self._metrics.switches += 1
         self._metrics.switch_ps += switch_ps
         return switch_ps
 
+    def _work_on_copy(self) -> int:
+        """The time of a slice of the merged copy before the next step."""
+        assert self._slices is not None and self.spec.merged_copy is not None, "there is a copy to make"
+        left_ps = self.spec.merged_copy.make_ps - self._copied_ps
+        most_ps = round(self._slices.slice(self._last_ps))
+        if not most_ps:
+            return 0
+        slice_ps = min(left_ps, most_ps)
+        self._copied_ps += slice_ps
+        self._slices.worked(slice_ps, whole=slice_ps == left_ps)
+        return slice_ps
+
     def _ran(self, run: _Run, steps: int, modes: Modes) -> None:
+        if (copy := self.batches.copy) is not None:
+            for step in range(steps):
+                self._last_ps = run.first_ps + step * run.growth_ps - run.slice_ps
+                run.batch.time_ms = self._last_ps / PS_PER_MS
+                copy.observe(run.batch)
         modes.ran(steps)
         if run.plan.merged:
             self._metrics.merged_steps += steps

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from motet.shared.model import AdapterRef, RequestBrief, Slo
+from motet.shared.model import AdapterRef, Slo
 from motet.twin.events import PS_PER_S
 
 _AT_ONCE = 4096  # requests made of columns
@@ -40,21 +40,13 @@ class Request(msgspec.Struct, frozen=True):
     slo: Slo
     prefix: tuple[int, ...] = ()  # ids of its first blocks of `prefix_tokens` tokens; equal ids are equal content
     prefix_tokens: int = 0
+    tenant: str = "default"
+    tenant_weight: float = 1.0
 
-    def brief(self, request_id: str, predicted_tokens: int) -> RequestBrief:
-        """The facts of the request, before it has run, that schedulers and workers exchange."""
-        return RequestBrief(
-            request_id,
-            0,
-            self.adapter.digest,
-            self.adapter.rank,
-            self.prompt_tokens,
-            0,
-            predicted_tokens,
-            "waiting",
-            self.slo.tpot_slo_ms,
-            self.slo.ttft_slo_ms,
-        )
+    @property
+    def request_id(self) -> str:
+        """The request's id in messages."""
+        return str(self.index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +63,12 @@ class Workload:
     slos: tuple[Slo, ...] = (Slo(),)
     prefix: Sequence[tuple[int, ...]] | None = None
     prefix_tokens: int = 0
+    tenant: Ints | None = None  # [n] index into `tenants`; None for the first
+    tenants: tuple[tuple[str, float], ...] = (("default", 1.0),)  # name, and share relative to the others'
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
-        for name in ("adapter", "prompt_tokens", "output_tokens", "slo", "prefix"):
+        for name in ("adapter", "prompt_tokens", "output_tokens", "slo", "prefix", "tenant"):
             column = getattr(self, name)
             if column is not None and len(column) != n:
                 raise ValueError(f"{name} has {len(column)} entries for {n} requests")
@@ -113,9 +107,10 @@ class Workload:
         columns = [column[part].tolist() for column in (self.arrival_s, self.adapter, self.prompt_tokens, self.output_tokens)]
         which = self.slo[part].tolist() if self.slo is not None else repeat(0)
         begins = self.prefix[part] if self.prefix is not None else repeat(())
-        rows = zip(count(begin), *columns, which, begins, strict=False)  # endless ones among them
+        whose = self.tenant[part].tolist() if self.tenant is not None else repeat(0)
+        rows = zip(count(begin), *columns, which, begins, whose, strict=False)  # endless ones among them
         adapters = self.adapters
-        for index, arrival_s, adapter, prompt_tokens, output_tokens, slo, prefix in rows:
+        for index, arrival_s, adapter, prompt_tokens, output_tokens, slo, prefix, tenant in rows:
             yield Request(
                 index,
                 round(arrival_s * PS_PER_S),
@@ -125,6 +120,7 @@ class Workload:
                 self.slos[slo],
                 prefix,
                 self.prefix_tokens,
+                *self.tenants[tenant],
             )
 
     def until(self, end_s: float) -> Workload:
@@ -145,6 +141,7 @@ class Workload:
             output_tokens=self.output_tokens[rows],
             slo=None if self.slo is None else self.slo[rows],
             prefix=None if self.prefix is None else [self.prefix[row] for row in rows.tolist()],
+            tenant=None if self.tenant is None else self.tenant[rows],
         )
 
 

@@ -59,9 +59,7 @@ class Kernels:
         for i, tokens in enumerate(prompts(requests, prompt, seed=1)):
             sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
             adapter = served.adapters[i % adapters] if adapters else None
-            request = EngineRequest(
-                request_id=f"{i}", gateway_id="g", prompt=tokens, sampling=sampling, arrival_s=now, adapter=adapter
-            )
+            request = EngineRequest.local(f"{i}", tokens, sampling, weights=adapter, gateway_id="g", arrival_s=now)
             served.engine.add(request, now)
         while served.step().decode_rows < requests:
             pass

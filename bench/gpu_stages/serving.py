@@ -118,9 +118,7 @@ class Served:
             sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
             adapter = self.adapters[i % adapters] if adapters else None
             self.engine.add(
-                EngineRequest(
-                    request_id=f"{i}", gateway_id="g", prompt=tokens, sampling=sampling, arrival_s=now, adapter=adapter
-                ),
+                EngineRequest.local(f"{i}", tokens, sampling, weights=adapter, gateway_id="g", arrival_s=now),
                 now,
             )
         while self.engine.has_work():

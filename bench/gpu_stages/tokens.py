@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,7 +24,7 @@ from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.results import Line, Point
 from bench.stored_adapters import stored_adapter
 from motet.examples.demo import DEMO
-from motet.policies.step.cold_start import Forced
+from motet.policies.step.cold_start import ColdStartName
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import EngineLimits, EngineRequest
 from motet.services.worker.native.backend import BackendOptions
@@ -98,7 +99,7 @@ class Tokens:
         max_loras: int = 20,
         small: bool = False,
         resume: bool = False,
-        cold: Forced = "blocking",
+        cold: ColdStartName = "blocking",
         assist: bool = False,
         elastic: bool = False,
     ) -> Line:
@@ -110,7 +111,7 @@ class Tokens:
         blocks = _Divisions(runner).blocks
         limits = EngineLimits(max_running=64, block_size=BLOCK, kv_blocks=kv_blocks)
         decides = WorkerOptions(max_step_tokens=256, max_loras=max_loras, prefix_cache=True)
-        engine = Engine(runner, limits, decides, cold_start=cold)
+        engine = Engine(runner, limits, msgspec.structs.replace(decides, cold_start=cold))
         try:
             adapters = {name: _host(name, runner) for name in self._names}
             if assist:
@@ -284,15 +285,15 @@ def _serve(
         known = one.tokens[: len(one.tokens) // 2] if resume else []
         outputs.append(list(known))
         engine.add(
-            EngineRequest(
-                request_id=str(number),
+            EngineRequest.local(
+                str(number),
+                one.prompt,
+                SamplingParams(max_tokens=len(one.tokens), temperature=0.0, ignore_eos=True),
+                output=known,
+                weights=None if one.adapter is None else adapters[one.adapter],
                 gateway_id="g",
-                prompt=one.prompt,
-                sampling=SamplingParams(max_tokens=len(one.tokens), temperature=0.0, ignore_eos=True),
                 arrival_s=now_s(),
                 epoch=int(resume),
-                output=known,
-                adapter=None if one.adapter is None else adapters[one.adapter],
             ),
             now_s(),
         )

@@ -102,6 +102,7 @@ def profile(out: Path, seconds: float, **options: object) -> None:
                 store_ms_per_mib=store[1],
             ),
             hops=Hops(assign_ms=statistics.median(measured.assign_ms), frame_ms=statistics.median(measured.frame_ms)),
+            merge=measured.merge,
             link=measured.link,
         ),
     )

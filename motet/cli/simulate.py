@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
 import msgspec
@@ -18,6 +18,7 @@ from motet.cli.chat import terminal
 from motet.cli.progress import bar
 from motet.policies.cluster.dispatch import POLICIES
 from motet.shared.model import Slo
+from motet.shared.scheduler_options import SchedulerOptions
 from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.figures import Result, table_rows
@@ -65,7 +66,12 @@ class Number(click.FloatRange):
         return number
 
 
-OPTIONS = [field.name for field in msgspec.structs.fields(WorkerOptions)]
+SETS: dict[str, type[WorkerOptions | SchedulerOptions]] = {
+    field.name: kind
+    for kind in (WorkerOptions, SchedulerOptions)
+    for field in msgspec.structs.fields(kind)
+    if field.name not in ("policy", "admission")  # options of their own
+}
 POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 
 
@@ -111,7 +117,7 @@ POSITIVE = Number(min=0.0, min_open=True, max=1e9)
     "changes",
     metavar="NAME=VALUE",
     multiple=True,
-    help=f"Change an option of the profile's worker: {', '.join(OPTIONS)} (repeatable), e.g. queues=chameleon.",
+    help=f"Change an option of the workers or the schedulers: {', '.join(SETS)} (repeatable), e.g. queues=chameleon.",
 )
 @click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Number of workers.")
 @click.option(
@@ -144,6 +150,7 @@ def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies
     try:
         profile = read_profile(options["profile"]) if options["profile"] else a10_llama2_7b()
         profile = msgspec.structs.replace(profile, engine=changed(profile.engine, options["changes"]))
+        options["scheduler"] = changed(SchedulerOptions(admission=options["admission"]), options["changes"])
         workload = build(np.random.default_rng(options["seed"]), options)
         results = [run(name, workload, profile, options) for name in policies or ("motet",)]
         if save_trace is not None:
@@ -168,19 +175,26 @@ def _report() -> Callable[[str, str, Sequence[Result]], str]:
     return html
 
 
-def changed(options: WorkerOptions, changes: Sequence[str]) -> WorkerOptions:
-    """The worker's options with those of `--set`. Raises ClickException naming the option and the reason."""
-    given = dict(change.partition("=")[::2] for change in changes)
-    for name, value in given.items():
-        if name not in OPTIONS:
-            raise click.ClickException(f"--set {name}: there is no such option; one of {', '.join(OPTIONS)}")
+Options = TypeVar("Options", WorkerOptions, SchedulerOptions)
+
+
+def changed(options: Options, changes: Sequence[str]) -> Options:
+    """The options with those of `--set` that are theirs. Raises ClickException naming the option and the reason."""
+    given: dict[str, Any] = {}
+    for name, _, value in (change.partition("=") for change in changes):
+        if name not in SETS:
+            raise click.ClickException(f"--set {name}: there is no such option; one of {', '.join(SETS)}")
+        if SETS[name] is not type(options):
+            continue
+        kind = get_type_hints(type(options))[name]
+        given[name] = {"on": "true", "off": "false"}.get(value, value) if kind is bool else value
         try:
-            msgspec.convert({name: value}, WorkerOptions, strict=False)
+            msgspec.convert({name: given[name]}, type(options), strict=False)
         except msgspec.ValidationError as error:
-            choices = ", ".join(get_args(get_type_hints(WorkerOptions)[name]))
+            choices = "on, off" if kind is bool else ", ".join(get_args(kind))
             reason = f"one of {choices}" if choices else str(error).partition(" - at")[0]
             raise click.ClickException(f"--set {name}={value}: {reason}") from None
-    return msgspec.convert(msgspec.to_builtins(options) | given, WorkerOptions, strict=False)
+    return msgspec.convert(msgspec.to_builtins(options) | given, type(options), strict=False)
 
 
 def build(rng: Generator, options: dict[str, Any]) -> Workload:
@@ -237,8 +251,7 @@ def _lengths(rng: Generator, options: dict[str, Any]) -> Lengths:
 def run(policy: str, workload: Workload, profile: TwinProfile, options: dict[str, Any]) -> Result:
     """One policy on the workload, with a progress bar on a terminal."""
     spec = SchedulerSpec(
-        policy=policy,
-        admission=options["admission"],
+        **msgspec.to_builtins(options["scheduler"]) | {"policy": policy},
         oracle_lengths=options["oracle_lengths"],
         copies=options["schedulers"],
     )

@@ -12,10 +12,49 @@ load. Adapters without load are not placed.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.worker_book import Known
+from motet.policies.times.load_forecast import Forecast
+from motet.shared.model import AdapterRef
+
+LEAST = 2.0 / 900.0
+"""Requests per second below which an adapter is not worth a place."""
+
+
+class Placing:
+    """The placements that one scheduler wants, by the requests that it gets. Times are seconds on one clock.
+
+    With several schedulers each gets the same share of every adapter's requests, and only ratios matter.
+    """
+
+    def __init__(self) -> None:
+        self._rates = Forecast()
+        self._sizes: dict[str, int] = {}
+
+    def asked(self, adapter: AdapterRef, now_s: float) -> None:
+        """A new request for the adapter came."""
+        self._rates.used(adapter.digest, now_s)
+        self._sizes[adapter.digest] = adapter.size_bytes
+        if len(self._sizes) > 2 * len(self._rates):
+            self._sizes = {digest: self._sizes[digest] for digest in self._rates if digest in self._sizes}
+
+    def place(self, workers: Iterable[Known], state: ClusterState, now_s: float) -> dict[str, tuple[str, ...]]:
+        """The adapters that each worker should keep loaded (`preload`), by worker id."""
+        loads = {digest: rate for digest in self._rates if (rate := self._rates.rate(digest, now_s)) >= LEAST}
+        by_model: dict[str, list[Known]] = {}
+        for known in workers:
+            by_model.setdefault(known.limits.base_model, []).append(known)
+        placed: dict[str, tuple[str, ...]] = {}
+        for group in by_model.values():
+            rooms = {one.worker_id: Room(free_bytes=one.limits.adapter_bytes_most, slots=one.limits.pin_slots) for one in group}
+            present = {one.worker_id: state.adapters(one.worker_id) for one in group}
+            placed |= preload(loads, self._sizes, rooms, present)
+        return placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

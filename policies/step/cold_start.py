@@ -25,9 +25,9 @@ from math import ceil
 from typing import Literal
 
 from motet.policies.times.perf_model import MIB, Coefficients, decode_ms, prefill_ms
+from motet.shared.worker_options import ColdStartName
 
 StartMode = Literal["blocking", "layerwise", "assist"]
-Forced = Literal["auto", "blocking", "layerwise", "assist"]
 StartReason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others", "cpu_ahead", "one_layer"]
 
 TOLERANCE = 0.02
@@ -134,7 +134,7 @@ def choose(
     others: int = 0,
     between_ms: float = 0.0,
     weights_ms: float = 0.0,
-    forced: Forced = "auto",
+    forced: ColdStartName = "auto",
 ) -> ColdChoice:
     """Choose how one request starts.
 
@@ -250,7 +250,7 @@ class ColdStarts:
 
     layers: int
     max_step_tokens: int
-    forced: Forced = "auto"
+    forced: ColdStartName = "auto"
     perf: Coefficients[float] | None = None
     bytes_per_s: float = 1.0
     queued_bytes: float = 0.0

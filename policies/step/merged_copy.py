@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from motet.policies.memory.ledger import Budget, Class
-from motet.policies.step.batch_state import Sequence
+from motet.policies.step.batch_state import S, Sequence, StepPlan
 from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.policies.times.perf_model import MIB
 from motet.policies.times.step_record import Step
@@ -50,6 +50,8 @@ merge."""
 SHAPE = 2e-5
 """Weight of the start values' proportions (`OnlineFit.SHAPE`). It is small, because batches do not look alike here: the same
 requests run with LoRA and without."""
+SHARE = 0.2
+"""Share of a step's time that a slice takes, and so of the time between two tokens while a copy is made."""
 EVERY = 4
 """One in this many steps is weighed, because the fit would be a noticeable part of a small model's step."""
 
@@ -85,6 +87,50 @@ class SpareMemory:
         self._budget.total_bytes += size_bytes - self.lent_bytes
         self.lent_bytes = self._claim.size_bytes = size_bytes
         return True
+
+
+class CopySlices:
+    """The work on a copy, a slice before each step: when it is dropped and begun, how long a slice is, when it is whole.
+
+    A slice runs on the threads of the steps, between two steps. A separate thread would take a core from the threads of a step,
+    which all wait for the slowest of them. Times are in any unit; `ms` converts them.
+    """
+
+    def __init__(self, copy: MergedCopy, ms: float) -> None:
+        self._copy, self._ms = copy, ms
+        self._making = ""  # the adapter of the present copy
+        self._refused = False  # the system had no memory for it
+        self._wanted = False  # the last plan goes on with it
+        self._took = 0.0
+
+    def dropped(self, plan: StepPlan[S]) -> bool:
+        """Whether the plan drops the present copy. Its memory is freed before the boundary of KV blocks and adapters moves."""
+        if plan.dropped:
+            self._making = ""
+        return plan.dropped
+
+    def begun(self, plan: StepPlan[S]) -> bool:
+        """Whether a copy for `plan.copy_started` begins, after the boundary has moved."""
+        begins = plan.copy_started not in ("", self._making)
+        if begins:
+            self._making, self._refused, self._took = plan.copy_started, False, 0.0
+        self._wanted = bool(plan.copy_started) and not self._refused
+        return begins
+
+    def refuse(self) -> None:
+        """The system has no memory for the copy: steps stay unmerged, and another adapter's copy may fit."""
+        self._refused, self._wanted = True, False
+
+    def slice(self, step: float) -> float:
+        """How long to work on the copy before the next step, after one of this length; 0: not at all."""
+        return SHARE * step if self._wanted else 0.0
+
+    def worked(self, took: float, *, whole: bool) -> None:
+        """A slice took so long; `whole`: the copy is complete."""
+        self._took += took
+        if whole:
+            self._wanted = False
+            self._copy.made(self._took * self._ms)
 
 
 class MergedCopy:
@@ -148,6 +194,11 @@ class MergedCopy:
             return
         if step.decode_rows and not step.prefill_requests and not step.cold_rows:
             self._times.observe((1.0, step.decode_rows, step.decode_rank_sum), step.time_ms)
+
+    @property
+    def steady(self) -> int:
+        """How many steps run before one is weighed again."""
+        return EVERY - self._steps % EVERY
 
     def weigh(self, running: Collection[Sequence]) -> None:
         """Tell the policy how long a step of these sequences takes in either mode."""

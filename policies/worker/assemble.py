@@ -15,7 +15,8 @@ from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence
 from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.engine_entry import E, EngineEntry, EntryLimits
-from motet.policies.step.merge_decision import Modes
+from motet.policies.step.merge_decision import MergeConfig, Merging, Modes
+from motet.policies.step.merged_copy import MERGE, NOTHING_KNOWN
 from motet.policies.step.request_queues import make_queues
 from motet.policies.worker.foresight import Foresight
 from motet.policies.worker.request_life import R
@@ -73,14 +74,19 @@ def batch_core(
     options: WorkerOptions,
     *,
     max_running: int,
-    cold: ColdStarts | None = None,
+    perf: PerfModel,
+    layers: int | None = None,
+    merging: MergeConfig = MERGE,
     modes: Modes | None = None,
-    copies: PerfModel | None = None,
 ) -> BatchCore[S]:
     """The sequences, memory and steps of an engine whose steps the worker plans.
 
-    `cold`: copies to the device run beside the steps. `modes`, `copies`: as BatchCore's.
+    `perf`: its step times to start from. `layers`: of its model, where copies to the device run beside the steps; None where
+    steps wait for them. `merging`: constants of `options.merge`. `modes`: of an engine that changes its weights in place.
     """
+    cold = ColdStarts(layers, options.max_step_tokens, options.cold_start) if layers is not None else None
+    if options.merge:
+        modes = Merging(NOTHING_KNOWN, merging)
     return BatchCore(
         AdmissionLimits(max_running=max_running, max_step_tokens=options.max_step_tokens, prefetch=options.prefetch),
         kv=KvBlocks(
@@ -95,7 +101,7 @@ def batch_core(
         shared=memory.shared,
         queues=_queues(memory, options),
         modes=modes,
-        copies=copies,
+        copies=perf if options.merge else None,
     )
 
 

@@ -1,6 +1,6 @@
 """Chooses the adapter to bring one tier up before a request asks for it, while no other copy is under way.
 
-The chosen adapter is the one that is most likely to be requested soon (`policies.worker.load_forecast`). Each call considers
+The chosen adapter is the one that is most likely to be requested soon (`policies.times.load_forecast`). Each call considers
 only a part of the adapters that were requested before; the next call considers the next part. The copy uses empty memory, or
 memory of adapters that are clearly less likely. A copy takes time in proportion to its bytes, so adapters are compared by their
 chance per byte (`policies.memory.worth`). A budget of copies that were never used limits the cost of wrong forecasts.
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from motet.policies.worker.load_forecast import Forecast
+from motet.policies.times.load_forecast import Forecast
 
 HORIZON_S = 15.0
 """A request counts as soon within this time."""

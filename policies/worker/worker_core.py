@@ -351,9 +351,9 @@ class WorkerCore(Generic[R]):
     def _bring_pinned(self) -> None:
         """Load the pinned adapters that are not in both memories: new ones, and those evicted for a request."""
         for digest, adapter in self._pinned.items():
-            if (digest in self._device and digest in self.host) or digest not in self._versions:
+            if (digest in self._device and self.host.has(digest)) or digest not in self._versions:
                 continue
-            if digest in self.host:
+            if self.host.has(digest):
                 self._actions.append(CopyIn(digest))
             elif (
                 digest not in self._fetching

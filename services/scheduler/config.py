@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from motet.shared.config import ServiceConfig
+from motet.shared.scheduler_options import AdmissionName, SchedulerOptions
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -20,7 +21,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
     ] = "motet"
     admission: Annotated[
-        Literal["objective", "room"],
+        AdmissionName,
         Meta(
             description="when to refuse a request at once: objective (no worker is expected to meet its time to first token "
             "and time per token) or room (no worker has room)"
@@ -64,3 +65,17 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     decision_log: Annotated[
         str, Meta(description="file that records everything decisions depend on, for replay; overwritten; empty: none")
     ] = ""
+
+    @property
+    def options(self) -> SchedulerOptions:
+        """The options on which the scheduler's decisions depend."""
+        return SchedulerOptions(
+            policy=self.policy,
+            admission=self.admission,
+            attempts=self.attempts,
+            stale_s=self.stale_s,
+            in_flight_s=self.in_flight_s,
+            rebalance=self.rebalance == "on",
+            kv_travel=self.kv_travel == "on",
+            place_s=self.place_s,
+        )

@@ -87,12 +87,12 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decision]]:
 
     Raises ValueError for a file that is not a decision log, naming the record.
     """
-    records = _records(path)
-    setup = next(records, None)
+    logged = records(path)
+    setup = next(logged, None)
     if not isinstance(setup, Setup):
         raise ValueError(f"{path.name}: record 1 is not a scheduler's set-up")
     cluster, choose = setup.cluster(), POLICIES[setup.policy]()
-    for record in records:
+    for record in logged:
         match record:
             case Decided():
                 again = decide(
@@ -111,7 +111,8 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decision]]:
                 cluster.on(record)
 
 
-def _records(path: Path) -> Iterator[LogRecord]:
+def records(path: Path) -> Iterator[LogRecord]:
+    """Every record of a log, in order. Raises ValueError for a file that is not one."""
     decode = msgspec.msgpack.Decoder(LogRecord).decode
     with path.open("rb") as file:
         number = 0

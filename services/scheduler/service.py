@@ -16,13 +16,12 @@ import secrets
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from motet.policies.cluster.candidates import Ask, candidates
-from motet.policies.cluster.cluster_state import hash_of
-from motet.policies.cluster.demand import Demand, Standing
-from motet.policies.cluster.dispatch import POLICIES, Decision, decide, seconds_until_room
-from motet.policies.cluster.rebalance import RebalanceConfig
-from motet.policies.cluster.worker_load import tokens_left
+from motet.policies.cluster.candidates import Ask
+from motet.policies.cluster.describe import brief_of, predicted
+from motet.policies.cluster.dispatch import Decision, seconds_until_room
+from motet.policies.cluster.scheduler_core import SchedulerCore
 from motet.policies.lengths.quantiles import LengthQuantiles
 from motet.services.scheduler import metrics
 from motet.services.scheduler.config import SchedulerConfig
@@ -50,8 +49,6 @@ log = logger("motet.scheduler")
 TICK_S = 0.25
 SETTLE_S = 2.0  # at start: time to receive a message of every worker that holds a lease
 ADAPTERS = 4096  # length histograms kept for when the predictor does not answer
-TOKEN_BYTES = 4
-RESUMED_TTFT_MS = 300.0  # objective for the next token of a request that lost its worker: its reader is in mid-sentence
 
 
 class SchedulerService(BusService):
@@ -68,8 +65,6 @@ class SchedulerService(BusService):
         self.id = config.process.identity("scheduler")
         self._leases: LeaseWatch | None = None
         self._lengths = LengthQuantiles(ADAPTERS)
-        self._demand = Demand()
-        self._policy = POLICIES[config.policy]()
         self._log: DecisionLog | None = None
         setup = Setup(
             policy=config.policy,
@@ -81,8 +76,8 @@ class SchedulerService(BusService):
         if config.decision_log:
             self._log = _open_log(config.decision_log, setup)
         self.cluster = setup.cluster()
+        self._core = SchedulerCore(config.options, self.cluster.state)
         self._rebalancer: Rebalancer | None = None
-        self._placer: Placer | None = None  # with --rebalance on
 
     # ---- life
 
@@ -95,18 +90,17 @@ class SchedulerService(BusService):
         bus.spawn(self._tick())
         await self._settle(watching)
         identity = f"{self.id}-{secrets.token_hex(8)}"
-        placer = Placer(bus, self.cluster, identity=identity, every_s=self._config.place_s)
+        placer = Placer(bus, self.cluster, self._core, identity=identity)
         self._rebalancer = Rebalancer(
             bus,
             self.cluster,
             self._lengths.mean_tokens,
             identity=identity,
             stale_s=self._config.stale_s,
-            config=RebalanceConfig(kv_travel=self._config.kv_travel == "on"),
+            config=self._core.rebalance,
             placer=placer,
         )
-        if self._config.rebalance == "on":
-            self._placer = placer
+        if self._core.options.rebalance:
             await placer.start()
             bus.spawn(self._rebalancer.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
@@ -176,8 +170,7 @@ class SchedulerService(BusService):
         """Place a request. Raises the error for its sender: Unavailable, Overloaded, or a worker's final refusal."""
         began = now_s()
         try:
-            request.predicted_tokens = await self._predict(request)
-            assigned = await self._place(request)
+            assigned = await self._place(request, await self._predict(request))
         except MotetError as error:
             metrics.DECISIONS.labels(error.code).inc()
             raise
@@ -191,13 +184,12 @@ class SchedulerService(BusService):
         max_tokens = max(1, request.sampling.max_tokens)
         ask = PredictRequest(
             adapter_digest=digest,
-            prompt_tokens=len(request.prompt) // TOKEN_BYTES,
+            prompt_tokens=request.prompt_tokens,
             max_tokens=max_tokens,
             min_tokens=max_tokens if request.sampling.ignore_eos else request.sampling.min_tokens,
             features=request.features,
             prompt_text=request.prompt_text,
         )
-        request.features, request.prompt_text = b"", ""  # workers do not need them
         tokens = None
         try:
             reply = await self._connected().request(
@@ -215,25 +207,29 @@ class SchedulerService(BusService):
             metrics.PREDICTION_MISSES.labels("failed").inc()
         if tokens is None:
             tokens = self._lengths.expected_tokens(digest, max_tokens)
-        produced = len(request.output) // TOKEN_BYTES
-        return min(max_tokens, max(tokens, produced + 1))
+        return predicted(tokens, most=max_tokens, produced=request.output_tokens)
 
-    async def _place(self, request: GenerateRequest) -> Assigned:
-        brief = _brief(request)
-        if self._placer is not None and request.adapter is not None and not request.epoch:
-            self._placer.asked(request.adapter)
+    async def _place(self, asked: GenerateRequest, predicted_tokens: int) -> Assigned:
+        request = replace(asked, predicted_tokens=predicted_tokens, features=b"", prompt_text="", repeated=0, move_to="")
+        brief = brief_of(request, predicted_tokens=predicted_tokens, epoch=request.epoch, output_tokens=request.output_tokens)
         failures: dict[str, MotetError] = {}
-        standing = self._demand.asked(request.tenant, request.tenant_weight, now_s(), 1 + max(0, request.repeated))
-        request.repeated = 0
-        if request.move_to:
-            named, request.move_to = request.move_to, ""
-            if self._can_take(named, _ask(request, brief, (), standing)):
-                error = await self._assign(named, request, brief)
-                if error is None:
-                    return Assigned(worker_id=named, predicted_tokens=request.predicted_tokens)
-                failures[named] = error
+        ask = self._core.ask(
+            brief,
+            now_s(),
+            base_model=request.base_model,
+            adapter=request.adapter,
+            needs=request.needs,
+            avoid=request.exclude_workers,
+            repeated=asked.repeated,
+        )
+        if (named := asked.move_to) and self._core.may_take(ask, named, now_s()):
+            error = await self._assign(named, request, brief)
+            if error is None:
+                return Assigned(worker_id=named, predicted_tokens=predicted_tokens)
+            failures[named] = error
         for _ in range(self._config.attempts):
-            ask = _ask(request, brief, tuple(failures), standing)
+            if failures:
+                ask = replace(ask, tried=tuple(failures))
             decision = self._decide(ask)
             if decision.worker_id is None:
                 if decision.screening is None:
@@ -246,30 +242,16 @@ class SchedulerService(BusService):
             if error is None:
                 if decision.breaks_slo:
                     metrics.SLO_BREAKS.inc()
-                return Assigned(worker_id=decision.worker_id, predicted_tokens=request.predicted_tokens)
+                return Assigned(worker_id=decision.worker_id, predicted_tokens=predicted_tokens)
             if _final(error):
                 raise error
             failures[decision.worker_id] = error
         raise _all_failed(failures)
 
-    def _can_take(self, worker_id: str, ask: Ask) -> bool:
-        """Whether the worker that a move names is a candidate."""
-        state = self.cluster.state
-        row = state.row(worker_id)
-        return row >= 0 and bool(candidates(state, ask, now_s(), self._config.stale_s)[row])
-
     def _decide(self, ask: Ask) -> Decision:
         began = now_s()
         avg_resp_len = self._lengths.mean_tokens()
-        decision = decide(
-            self._policy,
-            self.cluster.state,
-            ask,
-            began,
-            stale_s=self._config.stale_s,
-            avg_resp_len=avg_resp_len,
-            admission=self._config.admission,
-        )
+        decision = self._core.decide(ask, began, avg_resp_len)
         metrics.DECISION_S.observe(now_s() - began)
         if self._log is not None:
             self._log.decided(ask, began, avg_resp_len, decision)
@@ -326,47 +308,6 @@ def _open_log(path: str, setup: Setup) -> DecisionLog:
         return DecisionLog(Path(path), setup)
     except OSError as error:
         raise ConfigError(f"--decision-log: {error.strerror}: {path}") from None
-
-
-def _brief(request: GenerateRequest) -> RequestBrief:
-    adapter = request.adapter
-    return RequestBrief(
-        request_id=request.request_id,
-        epoch=request.epoch,
-        adapter_digest=adapter.digest if adapter is not None else "",
-        rank=adapter.rank if adapter is not None else 0,
-        prompt_tokens=len(request.prompt) // TOKEN_BYTES,
-        output_tokens=len(request.output) // TOKEN_BYTES,
-        predicted_tokens=request.predicted_tokens,
-        phase="waiting",
-        tpot_slo_ms=request.slo.tpot_slo_ms,
-        ttft_slo_ms=request.slo.ttft_slo_ms,
-        tenant=request.tenant,
-        tenant_weight=request.tenant_weight,
-    )
-
-
-def _ask(request: GenerateRequest, brief: RequestBrief, tried: tuple[str, ...], standing: Standing) -> Ask:
-    begun = request.epoch > 0 or bool(request.output)
-    return Ask(
-        base_model=request.base_model,
-        rank=brief.rank,
-        tokens=brief.prompt_tokens + brief.output_tokens,
-        tpot_slo_ms=brief.tpot_slo_ms,
-        ttft_slo_ms=min(request.slo.ttft_slo_ms, RESUMED_TTFT_MS) if begun else request.slo.ttft_slo_ms,
-        out_tokens=tokens_left(brief),
-        adapter=brief.adapter_digest,
-        adapter_bytes=request.adapter.size_bytes if request.adapter is not None else 0,
-        key=hash_of(request.request_id),
-        avoid=request.exclude_workers,
-        tried=tried,
-        needs=request.needs,
-        begun=begun,
-        tenant=request.tenant,
-        tenant_weight=request.tenant_weight,
-        demand=standing.own,
-        largest_demand=standing.largest,
-    )
 
 
 def _final(error: MotetError) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from motet.shared.model import IMAGES_MAX, SamplingParams
-from motet.shared.wire.request import GenerateRequest, unpack_tokens
+from motet.shared.wire.request import TOKEN_BYTES, GenerateRequest, token_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Acceptable:
     """The engine's capabilities."""
 
 
-def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], list[int]]:
-    """(prompt, output) as token ids. Raises ModelNotFound, BadRequest or PromptTooLong."""
+def check(request: GenerateRequest, acceptable: Acceptable) -> None:
+    """Raises ModelNotFound, BadRequest or PromptTooLong."""
     if request.base_model != acceptable.base_model:
         raise ModelNotFound(f"this worker serves {acceptable.base_model!r}, not {request.base_model!r}", param="model")
     for word, field in request.needs.items():
@@ -42,22 +42,23 @@ def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], 
         raise BadRequest(f"{at}: this worker's model takes no images", param=at)
     if len(request.images) > IMAGES_MAX:
         raise BadRequest(f"a request may have {IMAGES_MAX} images", param="images")
-    prompt = _tokens(request.prompt, "prompt", acceptable.vocab_size)
-    output = _tokens(request.output, "output", acceptable.vocab_size)
+    _check_tokens(request.prompt, "prompt", acceptable.vocab_size)
+    _check_tokens(request.output, "output", acceptable.vocab_size)
+    prompt, output = request.prompt_tokens, request.output_tokens
     _check_sampling(request.sampling, acceptable)
     if not prompt:
         raise BadRequest("the prompt has no tokens", param="prompt")
     longest = acceptable.max_model_len
     if embeds:
-        if len(prompt) > longest:
-            raise PromptTooLong.of(longest, f"your input resulted in {len(prompt)} tokens.", param="input")
-    elif len(prompt) >= longest:
+        if prompt > longest:
+            raise PromptTooLong.of(longest, f"your input resulted in {prompt} tokens.", param="input")
+    elif prompt >= longest:
         raise PromptTooLong.of(
-            longest, f"your prompt resulted in {len(prompt)} tokens, and an answer needs at least one more.", param="prompt"
+            longest, f"your prompt resulted in {prompt} tokens, and an answer needs at least one more.", param="prompt"
         )
-    if len(prompt) + len(output) > longest:
+    if prompt + output > longest:
         raise PromptTooLong.of(
-            longest, f"there are {len(prompt)} prompt tokens and {len(output)} tokens of output so far.", param="output"
+            longest, f"there are {prompt} prompt tokens and {output} tokens of output so far.", param="output"
         )
     adapter = request.adapter
     if adapter is not None and not acceptable.max_lora_rank:
@@ -67,15 +68,12 @@ def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], 
             f"adapter {adapter.name!r} has rank {adapter.rank}; this worker takes ranks 1 to {acceptable.max_lora_rank}",
             param="model",
         )
-    return prompt, output
 
 
-def _tokens(data: bytes, field: str, vocab_size: int) -> list[int]:
-    if len(data) % 4:
+def _check_tokens(data: bytes, field: str, vocab_size: int) -> None:
+    if len(data) % TOKEN_BYTES:
         raise BadRequest(f"{field} is {len(data)} bytes: token ids are four bytes each", param=field)
-    tokens = unpack_tokens(data)
-    _check_ids(tokens, field, vocab_size)
-    return tokens
+    _check_ids(token_array(data), field, vocab_size)
 
 
 def _check_ids(tokens: Collection[int], field: str, vocab_size: int) -> None:

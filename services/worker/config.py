@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from motet.policies.step.cold_start import Forced
+from motet.policies.step.cold_start import ColdStartName
 from motet.shared.adapter_blob import PAGE_RANKS, pages_for
 from motet.shared.config import (
     COMMON,
@@ -203,7 +203,7 @@ class ColdConfig(Config, frozen=True, kw_only=True):
     """Requests whose adapter is not on the device yet."""
 
     cold_start: Annotated[
-        Forced,
+        ColdStartName,
         Meta(
             description="how a request starts while its adapter is being copied: auto (least predicted cost), blocking (after"
             " the copy), layerwise (when the copy stays ahead of the layers), assist (at once, with --assist-processes)",
@@ -257,6 +257,8 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             eviction=self.adapters.adapter_eviction,
             prefetch=self.adapters.adapter_prefetch,
             foresight=self.adapters.adapter_foresight,
+            cold_start=self.cold.cold_start,
+            merge=self.adapters.merge == "on",
         )
 
     @property

@@ -37,7 +37,7 @@ from motet.shared.model import WorkerLimits
 from motet.shared.telemetry import logger
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, KvRequest, OpenKv, ProbeKv, ReadKv
 from motet.shared.wire.refusal import Refused
-from motet.shared.wire.request import KvOffer, pack_tokens
+from motet.shared.wire.request import KvOffer
 
 log = logger("motet.worker.kv")
 MOVES = 4
@@ -124,7 +124,7 @@ class KvTransfer:
         """
         self._coming += 1
         size, outcome = self._limits.block_size * TOKEN_BYTES, "whole"
-        tokens = pack_tokens([*request.prompt, *request.output])
+        tokens = request.prompt + request.output
         count = self._blocks(len(tokens) // TOKEN_BYTES)
         keys = content_keys([tokens[i * size : (i + 1) * size] for i in range(count)], adapter_digest, request.cache_scope)
         began_s, reason = now_s(), ""

@@ -40,7 +40,7 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
-from motet.shared.profile import LinkFacts
+from motet.shared.profile import LinkFacts, MergeFacts
 from motet.shared.wire.refusal import Refused
 from motet.shared.wire.request import AssignReply, GenerateRequest, pack_tokens
 from motet.shared.wire.stream import TokenFrame
@@ -72,6 +72,7 @@ HOPS = 10  # requests timed at each moment
 KNOCK_S = 0.04  # longest pause between two of them
 GATEWAY = "profile"
 REPLY_S = 30.0
+MERGE_S = 60.0  # time in which an adapter of all requests has to be merged
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class Measured:
     store: list[tuple[float, float]] = field(default_factory=list)
     assign_ms: list[float] = field(default_factory=list)  # a request, from its sender to the worker
     frame_ms: list[float] = field(default_factory=list)  # a step's tokens, from the step's end to a gateway
+    merge: MergeFacts | None = None  # of a worker with `--merge on`
     link: LinkFacts | None = None  # where copies run beside the steps
 
 
@@ -99,7 +101,14 @@ async def measure(
     engine's steps.
     """
     adapters = msgspec.structs.replace(config.adapters, merge="off")  # a profile says what steps with LoRA take
-    worker = _Observed(msgspec.structs.replace(config, adapters=adapters))
+    measured = await _measure(msgspec.structs.replace(config, adapters=adapters), model_dir, seconds, progress)
+    if config.options.merge:
+        measured.merge = await _merge_facts(config, model_dir)
+    return measured
+
+
+async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progress: Callable[[float], None]) -> Measured:
+    worker = _Observed(config)
     try:
         await worker.service.start()
         if "embeddings" in worker.limits.capabilities:
@@ -124,12 +133,33 @@ async def measure(
         await worker.service.stop()
 
 
+async def _merge_facts(config: WorkerConfig, model_dir: Path) -> MergeFacts:
+    """The merged copy of a worker whose requests all use one adapter. Raises ConfigError if none is made within `MERGE_S`."""
+    worker = _Observed(config)
+    try:
+        await worker.service.start()
+        profiler = _Profiler(worker, model_dir)
+        await profiler.publish()
+        until_s, took_s = now_s() + MERGE_S, 0.0
+        while now_s() < until_s:
+            worker.seen.clear()
+            await profiler.run(_Batch(DEEP_ROWS, (RANKS[0],), DEEP_PROMPT, DEEP_DECODES, adapters=1), tell=False)
+            for stats in (report.output.stats for report in worker.seen):
+                took_s += stats.merge_s
+                if stats.merging is not None and stats.merging.merged:
+                    return MergeFacts(copy_mib=stats.merging.bytes / MIB, mib_ms=took_s * 1000 / (stats.merging.bytes / MIB))
+        raise ConfigError(f"--merge on: no adapter was merged within {MERGE_S:g} s, though all requests used one")
+    finally:
+        await worker.service.stop()
+
+
 @dataclass(frozen=True, slots=True)
 class _Batch:
     rows: int
     ranks: tuple[int, ...]  # of the requests in turn
     prompt: int  # tokens
     decodes: int = DECODES
+    adapters: int = ADAPTERS_PER_RANK  # of each rank, at most
 
 
 class _Observed:
@@ -271,21 +301,22 @@ class _Profiler:
 
     async def run(self, batch: _Batch, *, tell: bool) -> None:
         """Prefill and decode the batch, then let a quarter as many new requests join. `tell`: record its steps."""
-        seen, ranks, rows = self._worker.seen, batch.ranks, batch.rows
+        seen, rows = self._worker.seen, batch.rows
         seen.clear()
-        await asyncio.gather(*(self._ask(self._pick(ranks, i), batch.prompt, 2 * batch.decodes) for i in range(rows)))
+        pick = self._pick
+        await asyncio.gather(*(self._ask(pick(batch, i), batch.prompt, 2 * batch.decodes) for i in range(rows)))
         while sum(report.output.stats.time_ms > 0 for report in seen) < batch.decodes and not self._worker.is_idle:
             await self._next_step()
         newcomers = min(max(1, rows // 4), self._limits.max_running + self._limits.max_waiting - rows)
-        await asyncio.gather(*(self._ask(self._pick(ranks, i), batch.prompt, batch.decodes) for i in range(newcomers)))
+        await asyncio.gather(*(self._ask(pick(batch, i), batch.prompt, batch.decodes) for i in range(newcomers)))
         await self._worker.idle()
         if tell:
             self.measured.steps += timed_steps(seen)
 
-    def _pick(self, ranks: tuple[int, ...], place: int) -> AdapterRef | None:
+    def _pick(self, batch: _Batch, place: int) -> AdapterRef | None:
         """The adapter of request `place`. Ranks take turns, and so do the adapters of a rank."""
-        turn, place = divmod(place, len(ranks))
-        of_rank = self._adapters.get(ranks[place], [])
+        turn, place = divmod(place, len(batch.ranks))
+        of_rank = self._adapters.get(batch.ranks[place], [])[: batch.adapters]
         return of_rank[turn % len(of_rank)] if of_rank else None
 
     def _request(self, adapter: AdapterRef | None, prompt: int, tokens: int) -> GenerateRequest:
@@ -342,7 +373,6 @@ class _Profiler:
             assist_start_ms=assist.start_ms,
             assist_core_share=assist.core_share,
             assist_relief=assist.relief,
-            cold_start=self._worker.config.cold.cold_start,
         )
 
     async def _load(self, adapters: Sequence[AdapterRef], directory: str, source: Literal["store", "disk"]) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from motet.policies.cluster.describe import brief_of
 from motet.policies.memory.kv_blocks import cache_scope
 from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.assemble import worker_core
@@ -57,7 +58,7 @@ from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.malloc import uncollected
-from motet.shared.model import AdapterRef, AdapterVersion, PerfModel, RequestBrief
+from motet.shared.model import AdapterRef, AdapterVersion, PerfModel
 from motet.shared.profile import FileError, Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
@@ -310,45 +311,19 @@ class WorkerService:
 
     def _take(self, request: GenerateRequest) -> None:
         self.asked_s = now_s()
-        prompt, output = admission.check(request, self._acceptable)
+        admission.check(request, self._acceptable)
         self._check_image_room(request)
-        adapter, slo = request.adapter, request.slo
-        brief = RequestBrief(
-            request_id=request.request_id,
-            epoch=request.epoch,
-            adapter_digest=adapter.digest if adapter else "",
-            rank=adapter.rank if adapter else 0,
-            prompt_tokens=len(prompt),
-            output_tokens=len(output),
+        brief = brief_of(
+            request,
             predicted_tokens=request.predicted_tokens,
-            phase="waiting",
-            tpot_slo_ms=slo.tpot_slo_ms,
-            ttft_slo_ms=slo.ttft_slo_ms,
-            tenant=request.tenant,
-            tenant_weight=request.tenant_weight,
-        )
-        taken = EngineRequest(
-            request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            prompt=prompt,
-            sampling=request.sampling,
-            arrival_s=self.asked_s,
             epoch=request.epoch,
-            output=output,
-            slo=slo,
-            predicted_tokens=request.predicted_tokens,
-            priority=request.priority,
-            cache_scope=self._cache_scope(request),
-            tenant=request.tenant,
-            tenant_weight=request.tenant_weight,
-            kv=request.kv,
-            losses=request.losses,
-            embedding=request.embedding,
-            images=request.images,
+            output_tokens=request.output_tokens,
         )
+        kv_wait_s = 0.0
         if request.kv is not None and self.shell.travel is not None:
-            taken.kv_wait_s = self.shell.travel.wait_s(request.kv, len(prompt) + len(output), brief.rank)
-        refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken, taken.kv_wait_s > 0))
+            kv_wait_s = self.shell.travel.wait_s(request.kv, request.prompt_tokens + request.output_tokens, brief.rank)
+        taken = EngineRequest.of(request, arrival_s=self.asked_s, cache_scope=self._cache_scope(request), kv_wait_s=kv_wait_s)
+        refusal = self.shell.on(Assign(brief, request.gateway_id, request.adapter, taken, kv_wait_s > 0))
         if refusal is None:
             return
         match refusal.why:

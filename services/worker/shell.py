@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from motet.policies.memory.host_tier import DiskRoom, Evict, Forget, Load
 from motet.policies.worker.request_life import Entry
 from motet.policies.worker.worker_core import WorkerCore
@@ -119,7 +121,7 @@ class Shell:
         """Give a request to the engine. Returns the error if its assignment is to be refused."""
         entry, request = action.entry, action.entry.payload
         if entry.adapter is not None:
-            request.adapter = self.store.copy(entry.adapter.digest)
+            request = replace(request, weights=self.store.copy(entry.adapter.digest))
         try:
             self.engine.add(request)
         except MotetError as error:
@@ -141,7 +143,7 @@ class Shell:
     def _answer(self, answer: Answer[EngineRequest]) -> None:
         request, reason = answer.entry.payload, answer.reason
         error = None if reason is None else _error_of(reason, answer).info()
-        item = StreamItem(request.request_id, request.epoch, len(request.output), [], finish=answer.finish, error=error)
+        item = StreamItem(request.request_id, request.epoch, request.output_tokens, [], finish=answer.finish, error=error)
         metrics.FINISHED.labels(answer.finish).inc()
         self.frames.put(request.gateway_id, self.step, [item])
 

@@ -1,5 +1,10 @@
 """A request on its way: gateway -> scheduler (submit) -> worker (assign), and what stops or moves it.
 
+    Work                   what is asked for: the same from the client's request to the engine
+     ├─ Job                in the gateway: and how the answer is shown (services.gateway.owner.stream)
+     └─ GenerateRequest    the message: and where it is in its life
+         └─ EngineRequest  in a worker: and when it came (services.worker.engines.request)
+
 Token ids are little-endian int32 bytes (`pack_tokens`, `unpack_tokens`).
 """
 
@@ -8,11 +13,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from sys import byteorder
+from typing import Any, Self
 
 import msgspec
 
 from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo
 from motet.shared.wire.refusal import Refused
+
+TOKEN_BYTES = 4
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -23,13 +31,19 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
-def unpack_tokens(data: bytes) -> list[int]:
-    """The inverse of `pack_tokens`."""
+def token_array(*data: bytes) -> array[int]:
+    """The token ids in packed texts, one text after another."""
     unpacked = array("i")
-    unpacked.frombytes(data)
+    for packed in data:
+        unpacked.frombytes(packed)
     if byteorder == "big":
         unpacked.byteswap()
-    return unpacked.tolist()
+    return unpacked
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The inverse of `pack_tokens`."""
+    return token_array(data).tolist()
 
 
 class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,39 +63,66 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     param: str
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One sequence to generate. A request for `n` choices becomes n of these. A resumed request carries its tokens so far.
+class Work(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one sequence asks for, fully resolved: tokens, adapter version, sampling with its seed.
 
-    With `embedding` the prompt's embedding is wanted instead: the only item contains it, and no tokens.
+    A request for `n` choices becomes n of these. With `embedding` the prompt's embedding is wanted, and no tokens.
+    """
+
+    request_id: str
+    prompt: bytes  # pack_tokens
+    sampling: SamplingParams
+    slo: Slo = Slo()
+    adapter: AdapterRef | None = None
+    tenant: str = "default"
+    tenant_weight: float = 1.0  # its share relative to other tenants' while workers are saturated
+    features: bytes = b""  # policies.lengths.features: for the predictor; not passed on to workers
+    prompt_text: str = ""  # an excerpt, for a predictor that reads text; only with --send-prompts, not passed on to workers
+    cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt
+    priority: int = 0  # 0 or more; waiting requests with a smaller one go first
+    needs: dict[str, str] = {}  # capabilities (`model.Capability`) that its worker must have, and the client's field for each
+    embedding: EmbeddingParams | None = None  # needs "embeddings"
+    images: list[Image] = []  # needs "images"; the prompt has the model's placeholder for each, in this order
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of the prompt."""
+        return len(self.prompt) // TOKEN_BYTES
+
+
+class GenerateRequest(Work, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate. A resumed request carries its tokens so far.
 
     (request_id, epoch) is unique: every resubmission by the owning gateway raises `epoch` by one, and items of a worker's
     frames count only with the latest epoch. Output token i has index i, counted from 0 across epochs.
     """
 
-    request_id: str
     gateway_id: str
-    base_model: str
-    prompt: bytes  # pack_tokens
-    sampling: SamplingParams
-    slo: Slo
+    base_model: str = ""
     epoch: int = 0
     output: bytes = b""  # pack_tokens: tokens already produced in earlier epochs
-    adapter: AdapterRef | None = None
-    tenant: str = "default"
-    tenant_weight: float = 1.0  # its share relative to other tenants' while workers are saturated
     exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
     predicted_tokens: int = 0  # set by the scheduler: expected output length
-    features: bytes = b""  # policies.lengths.features: for the predictor; not passed on to workers
-    prompt_text: str = ""  # an excerpt, for a predictor that reads text; only with --send-prompts, not passed on to workers
-    cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt
-    priority: int = 0  # 0 or more; waiting requests with a smaller one go first
     repeated: int = 0  # refusals that the gateway repeated to this tenant by itself since its last submission
-    needs: dict[str, str] = {}  # capabilities (`model.Capability`) that its worker must have, and the client's field for each
     move_to: str = ""  # the worker that a Move named: it is tried first; not passed on to workers
     kv: KvOffer | None = None  # of a moved request: its worker may fetch KV blocks instead of computing them again
     losses: int = 0  # workers lost with it in a row, without a new token
-    embedding: EmbeddingParams | None = None  # needs "embeddings"
-    images: list[Image] = []  # needs "images"; the prompt has the model's placeholder for each, in this order
+
+    @classmethod
+    def of(cls, work: Work, **more: Any) -> Self:
+        """The work, and `more` of this class's own fields. Fields that only `work` has are left out."""
+        known = work.__struct_fields__
+        return cls(**{name: getattr(work, name) for name in cls.__struct_fields__ if name in known} | more)
+
+    @property
+    def output_tokens(self) -> int:
+        """How many tokens earlier epochs have produced."""
+        return len(self.output) // TOKEN_BYTES
+
+    @property
+    def tokens(self) -> array[int]:
+        """The prompt and the output so far."""
+        return token_array(self.prompt, self.output)
 
 
 class Assigned(msgspec.Struct, tag="assigned", kw_only=True):

@@ -105,11 +105,18 @@ class Attempt:
         """Whether the request was accepted and had not ended at this moment."""
         return bool(self.request_id) and self.began_s < at_s and not (0 < self.ended_s <= at_s)
 
-    def pause_s(self, since_s: float, until_s: float) -> float | None:
-        """The longest time without a token that began with the fault; None for a stream without a token before or after it."""
+    def ran(self, since_s: float, until_s: float) -> bool:
+        """Whether the request was accepted before `until_s` and had not ended at `since_s`."""
+        return bool(self.request_id) and self.began_s < until_s and not (0 < self.ended_s <= since_s)
+
+    def pause_s(self, since_s: float, until_s: float, lasts_s: float = 0.0) -> float | None:
+        """The longest time without a token that began with the fault, or while it lasted: a restart comes to one process after
+        the other. None for a stream without a token before or after it.
+        """
         times = [t for t, data in self.chunks if t <= until_s and data]
-        gaps = [b - max(a, since_s) for a, b in itertools.pairwise(times) if b > since_s and a < since_s + BEGINS_S]
-        return max(gaps) if gaps and times[0] < since_s else None
+        begins_s = since_s + max(BEGINS_S, lasts_s)
+        gaps = [b - max(a, since_s) for a, b in itertools.pairwise(times) if b > since_s and a < begins_s]
+        return max(gaps) if gaps and times[0] < since_s + lasts_s else None
 
     def answer(self) -> Answer:
         """The complete answer. Raises ValueError if it is not complete."""

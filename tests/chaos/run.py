@@ -16,6 +16,7 @@ from tests.chaos.mesh import BASE, TENANTS, ChaosMesh, MeshOptions
 from tests.support import eventually
 
 QUIET_LIMIT = 48  # questions at once in the quiet run
+LASTS_S = 20.0  # a fault that takes longer is a restart of one process after the other
 SETTLE_S = 3.0  # between a mesh that is whole again and the next fault: what has just started warms up on the same cores
 RESUMED_TOKENS = 115  # what a resumed request of this load has to compute again, on average
 BREAK_S = 3.0  # a connection of a dead gateway breaks within this
@@ -177,8 +178,10 @@ def _pauses(one: Injected, row: Row, attempts: list[Attempt]) -> None:
 
     A few resumed requests may have no pause: durable ones, and streams that began during the fault.
     """
-    affected = [a for a in attempts if a.in_flight(one.at_s) and (not one.resumed or a.request_id in one.resumed)]
-    found = [attempt.pause_s(one.at_s, one.until_s) for attempt in affected]
+    lasts_s = one.took_s if one.took_s > LASTS_S else 0.0
+    ran = [a for a in attempts if a.ran(one.at_s, one.at_s + lasts_s)]
+    affected = [a for a in ran if not one.resumed or a.request_id in one.resumed]
+    found = [attempt.pause_s(one.at_s, one.until_s, lasts_s) for attempt in affected]
     row.pauses_s = [s for s in found if s is not None]
     assert row.pauses_s or len(one.resumed) <= row.in_flight // 4, (
         f"{row.fault}: {row.resumed} streams were resumed and none of them was watched"

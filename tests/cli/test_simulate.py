@@ -59,7 +59,7 @@ def test_options_of_the_worker_can_be_changed_and_matter() -> None:
         ("queues=shortest", "one of fcfs, sjf, static, chameleon, motet"),
         ("max_loras=0", ">= 1"),
         ("max_loras=many", "Expected `int`"),
-        ("prefix_cache", "Expected `bool`"),
+        ("prefix_cache", "one of on, off"),
     ],
 )
 def test_a_wrong_option_of_the_worker_is_named_with_the_reason(change: str, reason: str) -> None:

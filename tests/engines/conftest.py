@@ -96,7 +96,7 @@ class Driven:
         """The last item of a request. Checks that the tokens' indices are consecutive and that the request ended once."""
         key = request.request_id, request.epoch
         await eventually(lambda: any(item.finish for item in self.items(*key)), within_s=PATIENCE_S)
-        items, index = self.items(*key), len(request.output)
+        items, index = self.items(*key), request.output_tokens
         for item in items:
             assert item.index == index, "a token is missing or comes twice"
             index += len(item.tokens)

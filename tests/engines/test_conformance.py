@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from motet.services.gateway.owner.owner import LOSSES_MAX
@@ -16,6 +16,7 @@ from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.shared.errors import WorkerLost
 from motet.shared.model import StructuredOutput
+from motet.shared.wire.request import pack_tokens
 from tests.engines.conftest import Driven
 from tests.services.worker.support_engine import request
 from tests.support import eventually
@@ -250,13 +251,13 @@ async def test_a_request_that_kills_its_core_is_the_only_one_that_ends_of_it(dri
             tokens = [token for item in driven.items(one.request_id, one.epoch) for token in item.tokens]
             losses = 0 if tokens else one.losses
             if end.error is None or losses == LOSSES_MAX - 1:
-                return replace(one, output=one.output + tokens)
+                return replace(one, output=one.output + pack_tokens(tokens))
             assert end.error.code == "worker_lost"
-            one = replace(one, epoch=one.epoch + 1, losses=losses + 1, output=one.output + tokens)
+            one = replace(one, epoch=one.epoch + 1, losses=losses + 1, output=one.output + pack_tokens(tokens))
 
     ended = await asyncio.gather(serve(killer), *(serve(one) for one in others))
     assert ended[0].losses == LOSSES_MAX - 1 and not ended[0].output
-    assert [len(one.output) for one in ended[1:]] == [60] * len(others)
+    assert [one.output_tokens for one in ended[1:]] == [60] * len(others)
     assert all(one.losses <= 2 for one in ended[1:])
     assert sum(report.output.failure is not None for report in driven.reports) == LOSSES_MAX, "cores that died"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from motet.cli.client import ApiError, Client
 from motet.services.registry.peft import convert
@@ -84,8 +85,8 @@ def asks(seeing_model: Path, name: str, *images: bytes, prompt: str = PROMPT, **
 
     tokens = Tokenizer.from_file(str(seeing_model / "tokenizer.json")).encode(prompt).ids
     request = plain_request(name, tokens, max_tokens=LENGTH, **given)
-    request.images = [Image(data=data, param=f"messages[0].content[{at}]") for at, data in enumerate(images)]
-    return request
+    shown = [Image(data=data, param=f"messages[0].content[{at}]") for at, data in enumerate(images)]
+    return replace(request, images=shown)
 
 
 def expected(seeing_model: Path, *images: bytes, prompt: str = PROMPT, adapter: Path | None = None) -> tuple[list[int], int]:
@@ -169,7 +170,7 @@ async def test_what_cannot_be_read_ends_its_request_alone(
 async def test_a_prompt_that_its_images_make_too_long_is_refused(seeing: Driven, seeing_model: Path) -> None:
     prompt = "user: " + "abc" * 50 + "<image>" * 16
     one = asks(seeing_model, "long", *[picture(1)] * 16, prompt=prompt)
-    assert len(one.prompt) < 256, "without its images it would fit"
+    assert one.prompt_tokens < 256, "without its images it would fit"
     seeing.engine.add(one)
     error = (await seeing.ended(one)).error
     assert error is not None and error.param == "messages[0].content[0]" and "256" in error.message

@@ -22,6 +22,7 @@ from motet.services.worker.vllm_engine.engine import POOLING, VllmEngine
 from motet.shared.clock import now_s
 from motet.shared.errors import from_info
 from motet.shared.model import EmbeddingParams, SamplingParams
+from motet.shared.wire.request import unpack_tokens
 from tests.engines.conftest import Driven
 from tests.engines.support_mesh import core_of, vllm_stack, workers
 
@@ -56,13 +57,13 @@ async def pooling(model_dir: Path, host_adapters: list[Any]) -> AsyncIterator[Dr
 
 
 def asks(name: str, prompt: list[int], adapter: Any = None, dimensions: int | None = None) -> EngineRequest:
-    return EngineRequest(
-        request_id=name,
+    return EngineRequest.local(
+        name,
+        prompt,
+        SamplingParams(max_tokens=1, temperature=0.0),
+        weights=adapter,
         gateway_id="g",
-        prompt=prompt,
-        sampling=SamplingParams(max_tokens=1, temperature=0.0),
         arrival_s=now_s(),
-        adapter=adapter,
         embedding=EmbeddingParams(dimensions=dimensions),
     )
 
@@ -92,7 +93,9 @@ async def test_embeddings_are_those_of_the_model(pooling: Driven, model_dir: Pat
     for request in requests:
         pooling.engine.add(request)
     for request in requests:
-        np.testing.assert_allclose(await embedded(pooling, request), expected(model_dir, request.prompt), atol=1e-4)
+        np.testing.assert_allclose(
+            await embedded(pooling, request), expected(model_dir, unpack_tokens(request.prompt)), atol=1e-4
+        )
 
 
 async def test_an_adapter_changes_embeddings_beside_requests_without_an_adapter(pooling: Driven) -> None:

@@ -32,7 +32,7 @@ from motet.shared.bus import Bus
 from motet.shared.errors import DeadlineExceeded, ErrorInfo, MotetError, Overloaded, Unavailable, WorkerLost
 from motet.shared.model import FinishReason, PerfModel, RequestBrief, SamplingParams
 from motet.shared.wire.refusal import Refused
-from motet.shared.wire.request import Assigned, Cancel, GenerateRequest, Move
+from motet.shared.wire.request import Assigned, Cancel, GenerateRequest, Move, pack_tokens
 from motet.shared.wire.request import unpack_tokens as unpack
 from motet.shared.wire.stream import StreamItem, TokenFrame, TokenLogprobs
 from motet.shared.wire.worker_state import WorkerSnapshot
@@ -268,7 +268,9 @@ class World:
         sampling = SamplingParams(max_tokens=len(tokens) + (ask.ending == "eos"), logprobs=0 if ask.logprobs else None)
         stop = () if ask.ending in ("length", "eos") else (ask.ending,)
         try:
-            stream = await self.owner.open(Job(request_id=request_id, model="demo", prompt=[5], sampling=sampling, stop=stop))
+            stream = await self.owner.open(
+                Job(request_id=request_id, model="demo", prompt=pack_tokens([5]), sampling=sampling, stop=stop)
+            )
             async for delta in stream:
                 shown.add(delta)
         except MotetError as error:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import fields
 
+from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.times.step_record import Step
 from motet.services.worker.engines.adapter_weights import HostAdapter
@@ -91,15 +94,22 @@ def served(engine: Engine, workload: Workload, prompts: list[list[int]], adapter
     for i, prompt in enumerate(prompts):
         adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
         one = request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i]))
-        one.predicted_tokens = int(workload.output_tokens[i])
-        requests.append(one)
+        requests.append(msgspec.structs.replace(one, predicted_tokens=int(workload.output_tokens[i])))
     return run(engine, requests, per_step=1)
 
 
 def simulated(
-    workload: Workload, engine: Engine, recorder: Recorder, *, kv_blocks: int, link: LinkModel | None = None, **options: Any
+    workload: Workload,
+    engine: Engine,
+    recorder: Recorder,
+    *,
+    kv_blocks: int,
+    link: LinkModel | None = None,
+    merged: dict[str, Any] | None = None,
+    prepare: Callable[[BatchCore[Any]], None] = lambda batches: None,
+    **options: Any,
 ) -> Cluster:
-    """The workload on the twin of that engine. `recorder` sees every step."""
+    """The workload on the twin of that engine. `recorder` sees every step; `merged`: of its WorkerSpec."""
     limits = WorkerLimits(
         base_model="m",
         max_model_len=MAX_LEN,
@@ -112,9 +122,10 @@ def simulated(
         kv_block_bytes=engine._runner.kv_block_bytes if engine._runner.elastic else 0,
         kv_token_bytes=engine._runner.kv_block_bytes // BLOCK_SIZE,
     )
-    spec = WorkerSpec(limits=limits, perf=QUICK, steps=recorder, link=link, options=WorkerOptions(**options))
+    spec = WorkerSpec(limits=limits, perf=QUICK, steps=recorder, link=link, options=WorkerOptions(**options), **merged or {})
     cluster = Cluster(workload, [spec], None)
     cluster.workers[0].max_run = 1
+    prepare(cluster.workers[0].batches)
     cluster.run()
     return cluster
 
@@ -185,7 +196,8 @@ def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_
         max_step_tokens=48,
         max_loras=max_loras,
         prefix_cache=prefix_cache,
-        link=LinkModel(bytes_per_s=50e6, layers=3, assist=rates, cold_start=cold_start),
+        link=LinkModel(bytes_per_s=50e6, layers=3, assist=rates),
+        cold_start=cold_start,
         **policies,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from motet.services.worker.engines.request import EngineRequest
 from tests.services.worker.support_engine import PacedRunner, make_engine, request, run
@@ -15,9 +16,7 @@ def requests(adapters: list[Any]) -> list[EngineRequest]:
     for i in range(40):
         adapter = adapters[i % len(adapters)] if i % 4 else None
         one = request(str(i), list(range(1, 5 + i * 7 % 50)), adapter, max_tokens=5 + i * 11 % 30)
-        one.predicted_tokens, one.tenant = (3 + i * 5 % 40), f"t{i % 3}"
-        one.arrival_s = float(i)
-        made.append(one)
+        made.append(replace(one, predicted_tokens=3 + i * 5 % 40, tenant=f"t{i % 3}", arrival_s=float(i)))
     return made
 
 

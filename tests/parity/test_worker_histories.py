@@ -13,6 +13,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
+import msgspec
 import pytest
 
 from motet.policies.memory.host_tier import Evict, Forget, HostTier, Load
@@ -154,7 +155,7 @@ class Live:
             if isinstance(action, Start):
                 request = action.entry.payload
                 if action.entry.adapter is not None:
-                    request.adapter = self.adapters[action.entry.adapter.digest]
+                    request = msgspec.structs.replace(request, weights=self.adapters[action.entry.adapter.digest])
                 self.engine.add(request, now_ms / 1e3)
             elif isinstance(action, Load):
                 size, took_ms = action.adapter.size_bytes, DISK_MS if action.source == "disk" else STORE_MS
@@ -176,7 +177,7 @@ def assignments(
             str(i), 0, ref.digest if ref else "", ref.rank if ref else 0, len(prompt), 0, 1, "waiting", 200.0, 2000.0
         )
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=int(workload.output_tokens[i]))
-        request = EngineRequest(request_id=str(i), gateway_id="g", prompt=prompt, sampling=sampling, arrival_s=at_ms / 1e3)
+        request = EngineRequest.local(str(i), prompt, sampling, gateway_id="g", arrival_s=at_ms / 1e3)
         made.append((at_ms, Assign(brief, "g", ref, request)))
     return made
 
@@ -195,12 +196,14 @@ class Setting:
 def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload, WorkerSpec]:
     """The live history of a workload, and what the twin needs to produce the same one."""
     model_dir, adapters = checkpoint
-    options: dict[str, Any] = {"max_loras": setting.max_loras, "prefix_cache": setting.prefix_cache}
+    decides: dict[str, Any] = {"max_loras": setting.max_loras, "prefix_cache": setting.prefix_cache, "max_step_tokens": 48}
+    options: dict[str, Any] = {}
     link = None
     if setting.copies != "between the steps":
-        options |= {"perf": lambda: QUICK, "cold_start": setting.copies, "runner": PacedRunner}
-        link = LinkModel(bytes_per_s=50e6, layers=3, cold_start=setting.copies)  # type: ignore[arg-type]
-    engine = make_engine(model_dir, max_running=12, max_step_tokens=48, kv_blocks=setting.kv_blocks, **options)
+        decides["cold_start"] = setting.copies
+        options = {"perf": lambda: QUICK, "runner": PacedRunner}
+        link = LinkModel(bytes_per_s=50e6, layers=3)
+    engine = make_engine(model_dir, max_running=12, kv_blocks=setting.kv_blocks, **decides, **options)
     if isinstance(engine._runner, PacedRunner):
         engine._runner.bytes_per_s = 50e6
     workload, prompts = scripted(seed, engine, adapters)
@@ -230,7 +233,7 @@ def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload
         steps=Recorder(),
         storage=storage,
         link=link,
-        options=WorkerOptions(max_step_tokens=48, max_loras=setting.max_loras, prefix_cache=setting.prefix_cache),
+        options=WorkerOptions(**decides),
     )
     return live, workload, spec
 

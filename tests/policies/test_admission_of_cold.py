@@ -9,7 +9,7 @@ import pytest
 from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.step.batch_admission import COLD_WINDOW, BatchAdmission
 from motet.policies.step.batch_state import Sequence, StepPlan, remove, steady_steps
-from motet.policies.step.cold_start import AssistRates, ColdStarts, Forced
+from motet.policies.step.cold_start import AssistRates, ColdStartName, ColdStarts
 from motet.shared.model import PerfModel
 from tests.policies.test_batch_admission import BLOCK_SIZE, World
 
@@ -29,7 +29,7 @@ STEP_MS = PerfModel(
 class ColdWorld(World):
     """Adapters of 10 bytes come in over a link, `per_step` bytes with every step of a millisecond."""
 
-    def __init__(self, *, per_step: float = 2.0, forced: Forced = "blocking", processes: int = 0, **options) -> None:
+    def __init__(self, *, per_step: float = 2.0, forced: ColdStartName = "blocking", processes: int = 0, **options) -> None:
         slots = options.pop("slots", 4)
         super().__init__(slots=slots, **options)
         self.cold = ColdStarts(LAYERS, self.policy.limits.max_step_tokens, forced)

@@ -116,7 +116,7 @@ def test_nothing_is_foreseen_while_a_copy_is_under_way_or_a_request_waits_or_cop
 
 def step(core: BatchCore[Sequence]) -> StepPlan[Sequence]:
     """The next step, while the copies that have begun are running."""
-    copies = Copies(LinkModel(bytes_per_s=1e3, layers=4, cold_start="blocking"), A10_MBGMV)
+    copies = Copies(LinkModel(bytes_per_s=1e3, layers=4), A10_MBGMV)
     for digest in core.slots.loading:
         copies.link.begin(digest, SIZE, 0)
     core.look(copies)
@@ -194,8 +194,8 @@ def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -
         prompt_tokens=load.prompt_tokens[:600],
         output_tokens=np.full(600, 4),
     )
-    link = LinkModel(bytes_per_s=1e9, layers=4, cold_start="blocking")
-    options = WorkerOptions(max_loras=slots, eviction="lru", foresight=foresight)
+    link = LinkModel(bytes_per_s=1e9, layers=4)
+    options = WorkerOptions(max_loras=slots, eviction="lru", foresight=foresight, cold_start="blocking")
     cluster = Cluster(load, [replace(spec(), link=link, options=options)], None)
     cluster.run()
     cluster.workers[0].batches.check()

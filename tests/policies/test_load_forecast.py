@@ -5,7 +5,7 @@ from math import exp, sqrt
 import numpy as np
 import pytest
 
-from motet.policies.worker.load_forecast import Forecast
+from motet.policies.times.load_forecast import Forecast
 
 
 def test_an_adapter_that_is_asked_for_more_often_is_more_likely_to_come_again() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from motet.policies.cluster.recent_refusals import HOLD_S, KEYS_MAX, LASTING_S, Kind, RecentRefusals
+from motet.policies.owner.recent_refusals import HOLD_S, KEYS_MAX, LASTING_S, Kind, RecentRefusals
 
 BATCH = Kind("acme", 10_000.0, 2000.0, 0)
 

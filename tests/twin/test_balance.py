@@ -29,7 +29,7 @@ def always_the_first(state: ClusterState, ask: Ask, fit: np.ndarray, now_s: floa
     return Choice(min(np.flatnonzero(fit).tolist(), key=state.ids.__getitem__))
 
 
-FIRST = SchedulerSpec(policy=always_the_first, admission="room")
+FIRST = SchedulerSpec(choose=always_the_first, admission="room")
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from motet.policies.step.cold_start import AssistRates, Forced
+from motet.policies.step.cold_start import AssistRates, ColdStartName
 from motet.twin.link import DeviceLink, LinkModel
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.worker import WorkerSpec
@@ -17,9 +18,10 @@ RATES = AssistRates(2, mib_row_ms=0.002)
 MS = 10**9  # picoseconds
 
 
-def worker(cold_start: Forced = "auto", *, assist: AssistRates | None = RATES, **options) -> WorkerSpec:
-    link = LinkModel(bytes_per_s=1e9, layers=LAYERS, assist=assist, cold_start=cold_start)
-    return replace(spec(**options), link=link)
+def worker(cold_start: ColdStartName = "auto", *, assist: AssistRates | None = RATES, **options) -> WorkerSpec:
+    plain = spec(**options)
+    link = LinkModel(bytes_per_s=1e9, layers=LAYERS, assist=assist)
+    return replace(plain, link=link, options=msgspec.structs.replace(plain.options, cold_start=cold_start))
 
 
 def test_copies_share_the_link_in_the_order_in_which_they_began() -> None:
@@ -37,7 +39,7 @@ def test_copies_share_the_link_in_the_order_in_which_they_began() -> None:
 
 
 @pytest.mark.parametrize("cold_start", ["auto", "blocking", "layerwise", "assist"])
-def test_equal_seeds_give_equal_histories_and_runs_of_steps_change_nothing(cold_start: Forced) -> None:
+def test_equal_seeds_give_equal_histories_and_runs_of_steps_change_nothing(cold_start: ColdStartName) -> None:
     load = workload(3)
     whole = history(run(load, worker(cold_start, max_loras=4)))
     assert history(run(load, worker(cold_start, max_loras=4))) == whole

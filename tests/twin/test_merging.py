@@ -10,7 +10,7 @@ import pytest
 from motet.policies.step.merge_decision import MergeConfig, MergeCosts
 from motet.twin.metrics import Latencies
 from motet.twin.steps import A10_MBGMV, LoraShare, PerfSteps
-from motet.twin.worker import MergeSpec, WorkerSpec
+from motet.twin.worker import MergeInPlace, WorkerSpec
 from motet.twin.workload import Workload
 from tests.twin.support import history, run, spec, workload
 
@@ -20,7 +20,7 @@ COSTS = MergeCosts(switch_ms=50.0, step_ms=A10_MBGMV.decode_base_ms, row_ms=0.0,
 
 def merging(config: MergeConfig | None = MergeConfig(), **options: object) -> WorkerSpec:  # noqa: B008 (frozen)
     base = spec(**options)  # type: ignore[arg-type]
-    return replace(base, steps=einsum(), merging=MergeSpec(costs=COSTS, config=config, turn=50))
+    return replace(base, steps=einsum(), in_place=MergeInPlace(costs=COSTS, config=config, turn=50))
 
 
 def einsum() -> LoraShare:
@@ -67,14 +67,14 @@ def per_token_ms(load: Workload, worker: WorkerSpec) -> float:
 
 def test_one_adapter_alone_runs_as_fast_as_the_base_model() -> None:
     load = of_one_adapter(workload(seconds=20.0, rate=4.0), 1.0)
-    merged, unmerged = per_token_ms(load, merging()), per_token_ms(load, replace(merging(), merging=None))
-    base = per_token_ms(replace(load, adapter=np.full(len(load), -1)), replace(merging(), merging=None))
+    merged, unmerged = per_token_ms(load, merging()), per_token_ms(load, replace(merging(), in_place=None))
+    base = per_token_ms(replace(load, adapter=np.full(len(load), -1)), replace(merging(), in_place=None))
     assert merged == pytest.approx(base, rel=0.03)
     assert unmerged > 1.3 * merged
 
 
 def test_a_mixture_is_not_slower_than_unmerged_and_always_merging_it_is() -> None:
     load = workload(seconds=20.0, rate=4.0)
-    merged, unmerged = per_token_ms(load, merging()), per_token_ms(load, replace(merging(), merging=None))
+    merged, unmerged = per_token_ms(load, merging()), per_token_ms(load, replace(merging(), in_place=None))
     assert merged <= 1.05 * unmerged
     assert per_token_ms(load, merging(None)) > 1.5 * unmerged

@@ -110,14 +110,11 @@ def test_a_link_beside_the_steps_is_simulated_as_the_file_says(tmp_path: Path) -
         assist_start_ms=0.3,
         assist_core_share=0.5,
         assist_relief=0.25,
-        cold_start="assist",
     )
     path = tmp_path / "profile.json"
     write_profile(path, replace(WORKER, link=facts))
     link = read_profile(path).spec().link
-    assert link == LinkModel(
-        bytes_per_s=12e9, layers=32, assist=AssistRates(4, 0.02, 0.05, 0.1, 0.3, 0.5, 0.25), cold_start="assist"
-    )
+    assert link == LinkModel(bytes_per_s=12e9, layers=32, assist=AssistRates(4, 0.02, 0.05, 0.1, 0.3, 0.5, 0.25))
     assert a10_llama2_7b().spec().link is None
     path.write_text(path.read_text().replace('"gb_per_s": 12', '"gb_per_s": 0'))
     with pytest.raises(FileError, match=r"link\.gb_per_s"):

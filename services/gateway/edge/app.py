@@ -1,9 +1,8 @@
-"""The OpenAI-compatible HTTP routes. A generating handler runs four steps: admit, parse, prepare, run."""
+"""The OpenAI-compatible HTTP routes."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version as installed_version
 from typing import Any, Literal
 
@@ -15,30 +14,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from motet.policies.tenant_shares import Part
 from motet.services.gateway.config import MAX_BODY_BYTES
-from motet.services.gateway.edge import adapters_api, front, idempotency, keys_api, openapi
+from motet.services.gateway.edge import adapters_api, front, keys_api, openapi
 from motet.services.gateway.edge.adapters_api import created_unix_ms, public_source, shown_source
 from motet.services.gateway.edge.guard import Guard
 from motet.services.gateway.edge.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
+from motet.services.gateway.edge.kinds import KINDS, Kind
 from motet.services.gateway.edge.parts import Gateway
-from motet.services.gateway.edge.sse import SseResponse
-from motet.services.gateway.openai import answers, body_shape, conversation, embeddings, protocol
-from motet.services.gateway.openai.lanes import INLINE_BYTES, Lane
-from motet.services.gateway.openai.prepare import Prepared
+from motet.services.gateway.edge.requests import Requests, parsed_in
+from motet.services.gateway.openai import conversation, protocol
 from motet.services.gateway.openai.prompt import Prompts
 from motet.services.gateway.openai.unknown_model import unknown_model
-from motet.services.gateway.owner.encoding import PartsResponse, encoded
 from motet.services.gateway.owner.lost_workers import LostWorker
 from motet.services.gateway.owner.made_by import HEADERS as MADE_BY_HEADERS
-from motet.services.gateway.owner.made_by import MadeBy
 from motet.services.gateway.tenants.auth import caller_of
-from motet.services.gateway.tenants.limits import Turn, UntilSent
 from motet.shared import subjects
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, MotetError, Unauthorized, from_info
-from motet.shared.model import Slo
 from motet.shared.service import health as service_health
 from motet.shared.service import metrics_text
 from motet.shared.wire.admin import StatusReply, StatusRequest
@@ -48,7 +41,6 @@ from motet.shared.wire.registry import AdapterInfo
 STATUS_TIMEOUT_S = 2.0
 PLAN_TIMEOUT_S = 15.0  # a scheduler's first plan loads the solver
 REASONS_HIDDEN = "the reasons are shown to an API key with the role admin"
-SLO_HEADERS = {"class": "x-slo-class", "ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms"}
 VERSION = installed_version("motet")
 
 
@@ -57,88 +49,9 @@ def build_app(gateway: Gateway) -> ASGIApp:
     app = FastAPI(title="Motet", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     api = APIRouter(dependencies=[Depends(gateway.keys.admit)])
     install_error_handlers(app, api)
-    config, owner = gateway.config, gateway.owner
-
-    async def run(request: Request, parse: Callable[[bytes], Any]) -> Response:
-        gateway.admit()
-        turn = gateway.limits.begin(request.state.tenant)
-        try:
-            return await answer(request, parse, turn)
-        except BaseException:
-            turn.fail()
-            raise
-
-    async def answer(request: Request, parse: Callable[[bytes], Any], turn: Turn) -> Response:
-        raw = await read_body(request, MAX_BODY_BYTES)
-        parsed = await _parsed(gateway.lanes.requests, parse, raw, request)
-        slo = gateway.preparer.slo(_slo_headers(request), names=SLO_HEADERS)  # also of a repeated request
-        keyed = idempotency.HEADER in request.headers
-        digest, size = hashlib.sha256(raw).digest() if keyed else b"", len(raw)
-        del raw  # the answer may take minutes
-        if parsed.stream:
-            forget = gateway.once.stream(request, digest) if keyed else None
-            try:
-                return await stream(request, parsed, size, slo, turn)
-            except BaseException:
-                if forget is not None:
-                    forget()
-                raise
-        if not keyed:
-            parts, made_by, held = await while_connected(request, whole(request, parsed, size, slo, turn))
-            return UntilSent(PartsResponse(parts, turn.headers() | made_by.headers), held.release)
-
-        async def once() -> idempotency.Answered:
-            parts, made_by, held = await whole(request, parsed, size, slo, turn.hand_over())
-            held.release()
-            return idempotency.Answered(b"".join(parts), made_by.headers)
-
-        answered, again = await while_connected(request, gateway.once.whole(request, digest, once))
-        turn.end()
-        replayed = {"idempotent-replayed": "true"} if again else {}
-        return PartsResponse([answered.body], turn.headers() | answered.headers | replayed)
-
-    async def prepared(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Any:
-        state, preparer = request.state, gateway.preparer
-        make: Any = preparer.prepare_embeddings if isinstance(parsed, embeddings.EmbeddingRequest) else preparer.prepare
-        lane = gateway.lanes.requests
-        ids = {"request_id": state.given_id, "drawn": state.drawn_id}
-        ready = await make(parsed, tenant=state.tenant, slo=slo, lane=lane, size=size, **ids)
-        state.body.release()
-        turn.spend(ready.prompt_tokens)
-        return ready
-
-    async def whole(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> tuple[list[bytes], MadeBy, Part]:
-        """The answer in parts, what made it, and its share of what all answers may have, to be released when it is sent."""
-        held = Part(owner.answers, request.state.tenant)
-        try:
-            collect: Any = embeddings.collect if isinstance(parsed, embeddings.EmbeddingRequest) else answers.collect
-            body, made_by = await collect(owner, await prepared(request, parsed, size, slo, turn), held)
-            parts = await encoded(body, held)
-        except BaseException:
-            turn.fail()
-            held.release()
-            raise
-        turn.end(body["usage"].get("completion_tokens", 0))
-        return parts, made_by, held
-
-    async def stream(request: Request, parsed: Any, size: int, slo: Slo, turn: Turn) -> Response:
-        ready: Prepared = await prepared(request, parsed, size, slo, turn)
-        streams, signal = await while_connected(request, answers.open_all(owner, ready))
-        events = SseResponse(ready, streams, signal, owner.detokenizer, owner.made_by(streams[0]))
-        events.headers.update(turn.headers())
-        return UntilSent(events, lambda: turn.end(sum(len(stream.answered) for stream in streams)))
-
-    @api.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await run(request, protocol.parse_chat)
-
-    @api.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await run(request, protocol.parse_completion)
-
-    @api.post("/v1/embeddings")
-    async def embed(request: Request) -> Response:
-        return await run(request, embeddings.parse)
+    config, requests = gateway.config, Requests(gateway)
+    for kind in KINDS:
+        _add_kind(api, requests, kind)
 
     @api.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -161,7 +74,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         raw, prompts, lane = await read_body(request, MAX_BODY_BYTES), gateway.prompts, gateway.lanes.counting
-        asked, tenant = await _parsed(lane, protocol.parse_tokenize, raw, request), request.state.tenant
+        asked, tenant = await parsed_in(lane, protocol.parse_tokenize, raw, request), request.state.tenant
         profile = gateway.preparer.profile(gateway.preparer.adapter(asked.model, tenant))
         tools = bool((asked.chat_template_kwargs or {}).get("tools"))
         template = gateway.preparer.template(profile, tenant, tools=tools) if asked.messages is not None else None
@@ -182,7 +95,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         raw, lane = await read_body(request, MAX_BODY_BYTES), gateway.lanes.counting
-        asked = await _parsed(lane, protocol.parse_detokenize, raw, request)
+        asked = await parsed_in(lane, protocol.parse_detokenize, raw, request)
         gateway.preparer.adapter(asked.model, request.state.tenant)
         text = await lane.run(lambda: gateway.prompts.text(asked.tokens), len(raw), request.state.tenant)
         return json_answer({"prompt": text})
@@ -228,16 +141,10 @@ def build_app(gateway: Gateway) -> ASGIApp:
     return Entrance(app, guard)
 
 
-async def _parsed(lane: Lane, parse: Callable[[bytes], Any], raw: bytes, request: Request) -> Any:
-    """The request in a body, parsed in a thread of `lane` if that may take long. Raises BadRequest or Overloaded."""
-
-    def work() -> Any:
-        body_shape.check(raw)
-        return parse(raw)
-
-    if len(raw) <= INLINE_BYTES:
-        return work()
-    return await while_connected(request, lane.run(work, len(raw), request.state.tenant))
+def _add_kind(api: APIRouter, requests: Requests, kind: Kind) -> None:
+    @api.post(kind.path)
+    async def generate(request: Request) -> Response:
+        return await requests.run(kind, request)
 
 
 def _how(asked: protocol.TokenizeRequest) -> dict[str, Any]:
@@ -279,11 +186,6 @@ async def _is_admin(gateway: Gateway, request: Request) -> bool:
 
 def _words(listed: str) -> list[str]:
     return [word.strip() for word in listed.split(",") if word.strip()]
-
-
-def _slo_headers(request: Request) -> dict[str, str]:
-    headers = request.headers
-    return {key: headers[name] for key, name in SLO_HEADERS.items() if name in headers}
 
 
 def _base_card(gateway: Gateway) -> dict[str, Any]:

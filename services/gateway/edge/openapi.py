@@ -19,16 +19,14 @@ from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
 from motet.services.gateway.edge.adapters_api import AdapterRequest, ChangeRequest, LoadRequest, PinRequest, UnloadRequest
 from motet.services.gateway.edge.http import json_answer
 from motet.services.gateway.edge.keys_api import KeyRequest, RotateRequest
-from motet.services.gateway.openai import embeddings, fields, protocol, schemas
+from motet.services.gateway.edge.kinds import KINDS
+from motet.services.gateway.openai import fields, protocol, schemas
 from motet.services.gateway.openai.prepare import SLO_MAX_MS, SLO_MIN_MS
 from motet.shared.audit import PAGE
 
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon.png": "image/png"}
 _JSON, _TEXT, _EVENTS, _FORM = "application/json", "text/plain", "text/event-stream", "multipart/form-data"
 _REQUESTS = (
-    protocol.ChatRequest,
-    protocol.CompletionRequest,
-    embeddings.EmbeddingRequest,
     protocol.TokenizeRequest,
     protocol.DetokenizeRequest,
     AdapterRequest,
@@ -41,9 +39,6 @@ _REQUESTS = (
 )
 _ANSWERS = (
     schemas.ErrorAnswer,
-    schemas.ChatCompletion,
-    schemas.Completion,
-    schemas.Embeddings,
     schemas.Model,
     schemas.Models,
     schemas.Adapter,
@@ -189,13 +184,10 @@ def document(config: GatewayConfig, version: str, *, keyless: bool = True) -> di
 
 @cache  # the same for every gateway of a process
 def _schemas() -> dict[str, Any]:
-    _, components = msgspec.json.schema_components((*_REQUESTS, *_ANSWERS), ref_template="#/components/schemas/{name}")
-    for name, unserved in (
-        ("ChatRequest", fields.CHAT),
-        ("CompletionRequest", fields.COMPLETION),
-        ("EmbeddingRequest", fields.EMBEDDING),
-        ("TokenizeRequest", fields.TOKENIZE),
-    ):
+    described = (*(kind.request for kind in KINDS), *_REQUESTS, *(kind.answer for kind in KINDS), *_ANSWERS)
+    _, components = msgspec.json.schema_components(described, ref_template="#/components/schemas/{name}")
+    unserved_of = {kind.request.__name__: kind.unserved for kind in KINDS} | {"TokenizeRequest": fields.TOKENIZE}
+    for name, unserved in unserved_of.items():
         components[name]["properties"] |= {field: one.schema for field, one in unserved.items()}
     components["UnloadRequest"]["required"] = ["lora_name"]
     components["LoadRequest"]["required"] = ["lora_name", "lora_path"]
@@ -285,32 +277,17 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
         return {"description": "The answer; with `stream` as server-sent events.", "content": both}
 
     return {
-        "/v1/chat/completions": {
-            "post": _operation(
-                "Answer a conversation.",
-                generated("ChatCompletion"),
-                *(404, 409, 422, 429, 504),
-                body=_body("ChatRequest"),
-                parameters=slo,
-            )
-        },
-        "/v1/completions": {
-            "post": _operation(
-                "Continue texts.",
-                generated("Completion"),
-                *(404, 409, 422, 429, 504),
-                body=_body("CompletionRequest"),
-                parameters=slo,
-            )
-        },
-        "/v1/embeddings": {
-            "post": _operation(
-                "Embeddings of texts, by workers with a pooling model.",
-                _ok("Embeddings"),
-                *(404, 409, 422, 429, 504),
-                body=_body("EmbeddingRequest"),
-                parameters=slo,
-            )
+        **{
+            kind.path: {
+                "post": _operation(
+                    kind.summary,
+                    _ok(kind.answer.__name__) if kind.stream is None else generated(kind.answer.__name__),
+                    *(404, 409, 422, 429, 504),
+                    body=_body(kind.request.__name__),
+                    parameters=slo,
+                )
+            }
+            for kind in KINDS
         },
         "/v1/models": {"get": _operation("The base model and all adapters.", _ok("Models"))},
         "/v1/models/{name}": {"get": _operation("One model.", _ok("Model"), 404, parameters=(name,))},

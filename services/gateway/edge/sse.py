@@ -16,11 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from motet.services.gateway.edge.http import SERVER_SEND
 from motet.services.gateway.openai import answers
-from motet.services.gateway.openai.prepare import Prepared
+from motet.services.gateway.openai.texts import Prepared
 from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.made_by import MadeBy
 from motet.services.gateway.owner.stream import Signal, Stream, TextDelta
 from motet.shared.errors import MotetError
+from motet.shared.wire.request import unpack_tokens
 
 GRACE_S = 30.0
 KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that stay silent; a prefill or a queue can be
@@ -142,7 +143,7 @@ class SseResponse(Response):
         """Roles (chat) or echoed prompts (completions)."""
         parts: list[bytes] = []
         for i, echo in enumerate(self._prepared.echoes):
-            prompt = {"prompt_token_ids": self._prepared.jobs[i].prompt} if self._token_ids else {}
+            prompt = {"prompt_token_ids": unpack_tokens(self._prepared.jobs[i].prompt)} if self._token_ids else {}
             if self._prepared.chat:
                 parts.append(self._event(i, {"delta": {"role": "assistant", "content": ""}}, prompt))
             elif echo or prompt:

@@ -14,7 +14,8 @@ import orjson
 
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.openai import body_shape, protocol
-from motet.services.gateway.openai.prepare import SLO_FIELDS, Prepared
+from motet.services.gateway.openai.prepare import SLO_FIELDS
+from motet.services.gateway.openai.texts import Prepared
 from motet.services.gateway.owner.encoding import LESS, encoded
 from motet.services.gateway.owner.made_by import MadeBy
 from motet.shared import subjects

@@ -39,9 +39,10 @@ from prometheus_client import Counter, Gauge
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.intake.durable import DurableRequest, check_answer_fits
-from motet.services.gateway.openai import answers
+from motet.services.gateway.openai import answers, texts
 from motet.services.gateway.openai.lanes import Lane
-from motet.services.gateway.openai.prepare import Prepared, Preparer
+from motet.services.gateway.openai.prepare import Origin, Preparer
+from motet.services.gateway.openai.texts import Prepared
 from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import TextDelta
 from motet.services.gateway.tenants.limits import Limits, Turn
@@ -332,14 +333,14 @@ class Intake:
         left_s = request.left_s()
         most_s = self._config.requests.request_timeout_s
         timeout_s = most_s if left_s is None else min(left_s, most_s)
-        prepared = await self._preparer.prepare(
-            parsed,
+        origin = Origin(
             tenant=request.tenant,
             slo=self._preparer.slo(slo),
             timeout_s=max(timeout_s, 0.001),
             lane=self._lane,
             size=len(request.delivery.data),
         )
+        prepared = await texts.prepare(self._preparer, parsed, origin)
         check_answer_fits(prepared, self._result_bytes_max)
         turn.spend(prepared.prompt_tokens)
         if not live:

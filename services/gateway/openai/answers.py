@@ -8,12 +8,13 @@ from typing import Any
 
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.openai.output_parsers import AnswerParser
-from motet.services.gateway.openai.prepare import Prepared
+from motet.services.gateway.openai.texts import Prepared
 from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.encoding import Breath, Rows, hold
 from motet.services.gateway.owner.made_by import Answer
 from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import Signal, Stream, TextDelta
+from motet.shared.wire.request import unpack_tokens
 from motet.shared.wire.stream import TokenLogprobs
 
 OnDelta = Callable[[int, TextDelta], Awaitable[None]]
@@ -115,8 +116,8 @@ class _Gathered:
         wanted = prepared.jobs[index].sampling.logprobs is not None
         tokens, scores = self.tokens, list[TokenLogprobs | None](self.logprobs)
         if wanted and not prepared.chat and prepared.echoes[index]:  # the prompt's come first
-            tokens = stream.job.prompt + tokens
-            scores = (stream.prompt_logprobs or [None] * len(stream.job.prompt)) + scores
+            tokens = unpack_tokens(stream.job.prompt) + tokens
+            scores = (stream.prompt_logprobs or [None] * stream.job.prompt_tokens) + scores
         logprobs = logprob_rows(prepared, detokenizer, tokens, scores) if wanted else None
         finish: str = self.last.finish or ""
         body: dict[str, Any] = {"index": index}
@@ -145,9 +146,9 @@ def add_token_ids(prepared: Prepared, body: dict[str, Any], streams: list[Stream
     for choice, stream in zip(body["choices"], streams, strict=True):
         choice["token_ids"] = stream.answered
         if not prepared.chat:
-            choice["prompt_token_ids"] = stream.job.prompt
+            choice["prompt_token_ids"] = unpack_tokens(stream.job.prompt)
     if prepared.chat:
-        body["prompt_token_ids"] = prepared.jobs[0].prompt
+        body["prompt_token_ids"] = unpack_tokens(prepared.jobs[0].prompt)
 
 
 def add_prompt_logprobs(prepared: Prepared, body: dict[str, Any], streams: list[Stream], detokenizer: Detokenizer) -> None:
@@ -157,7 +158,7 @@ def add_prompt_logprobs(prepared: Prepared, body: dict[str, Any], streams: list[
     rivals = prepared.request.prompt_logprobs or 0
     for stream, choice in zip(streams, body["choices"], strict=True):
         known = stream.prompt_logprobs or []
-        told = _scored_rows(detokenizer, stream.job.prompt, known, rivals)
+        told = _scored_rows(detokenizer, unpack_tokens(stream.job.prompt), known, rivals)
         if prepared.chat:
             body["prompt_logprobs"] = told
             return

@@ -18,16 +18,20 @@ from msgspec import Meta
 
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.openai import fields, protocol
+from motet.services.gateway.openai.prepare import Origin, Preparer
 from motet.services.gateway.owner.encoding import Rows, hold
 from motet.services.gateway.owner.made_by import Answer
 from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import Job, Stream
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
+from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams
+from motet.shared.wire.request import pack_tokens
 
 INPUTS_MAX = 2048  # as OpenAI
 DIMENSIONS_MAX = 1 << 16
 AT_ONCE = 32
+PREFIX = "embd-"
 AGAIN_S = (0.05, 1.0)  # pauses before an input without room is tried again
 
 
@@ -101,7 +105,7 @@ class PreparedEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all inputs."""
-        return sum(len(job.prompt) for job in self.jobs)
+        return sum(job.prompt_tokens for job in self.jobs)
 
 
 _decoder = msgspec.json.Decoder(EmbeddingRequest)
@@ -113,6 +117,48 @@ def parse(body: bytes) -> EmbeddingRequest:
     if request.truncate_prompt_tokens == 0:
         raise protocol.BadRequest("truncate_prompt_tokens leaves no token of the input", param="truncate_prompt_tokens")
     return request
+
+
+async def prepare(preparer: Preparer, request: EmbeddingRequest, origin: Origin) -> PreparedEmbeddings:
+    """The request, with every input resolved and tokenized. Raises BadRequest, PromptTooLong, ModelNotFound or Overloaded."""
+    adapter, present = preparer.adapter(request.model, origin.tenant), preparer.now()
+    return await origin.run(lambda: _prepared(present, request, origin, adapter))
+
+
+def _prepared(preparer: Preparer, request: EmbeddingRequest, origin: Origin, adapter: AdapterRef | None) -> PreparedEmbeddings:
+    given = request.inputs()
+    keep, longest = request.truncate_prompt_tokens, preparer.max_model_len
+    texts = [text for text in given if isinstance(text, str)]
+    special = request.add_special_tokens is not False
+    within = longest if keep is None else None
+    tokenized = iter(preparer.prompts.texts(texts, add_special_tokens=special, longest=within, param="input"))
+    model, jobs = request.model or preparer.base_model, list[Job]()
+    for one in given:
+        tokens = next(tokenized) if isinstance(one, str) else preparer.known(one, "input")
+        if keep is not None:
+            kept = keep if keep > 0 else longest
+            tokens = tokens[-kept:] if request.truncation_side == "left" else tokens[:kept]
+        jobs.append(
+            Job(
+                request_id=f"{PREFIX}{origin.drawn}-{len(jobs)}",
+                model=model,
+                prompt=pack_tokens(preparer.checked(tokens, "input", room=0)),
+                sampling=SamplingParams(max_tokens=1, temperature=0.0),
+                slo=preparer.objective(origin, 1),
+                adapter=adapter,
+                tenant=origin.tenant,
+                tenant_weight=preparer.weight(origin.tenant),
+                cache_salt=request.cache_salt or "",
+                priority=request.priority or 0,
+                needs={"embeddings": "model"},
+                embedding=EmbeddingParams(dimensions=request.dimensions),
+                timeout_s=origin.timeout_s or preparer.config.requests.request_timeout_s,
+                arrived_s=origin.arrived_s,
+            )
+        )
+    origin.tell(PREFIX, origin.named or request.request_id)
+    request.input = None  # the request is kept while it runs, and its inputs are in the jobs
+    return PreparedEmbeddings(request=request, model=model, jobs=jobs)
 
 
 async def collect(owner: Owner, prepared: PreparedEmbeddings, held: Part) -> Answer:

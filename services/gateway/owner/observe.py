@@ -45,7 +45,7 @@ def observe(stream: Stream, outcome: str) -> None:
     metrics.REQUESTS.labels(*labels, outcome).inc()
     tenant = tenant_label(stream)
     metrics.TENANT_REQUESTS.labels(tenant, outcome).inc()
-    for kind, count in (("prompt", len(stream.job.prompt)), ("cached", stream.cached_tokens), ("output", tokens)):
+    for kind, count in (("prompt", stream.job.prompt_tokens), ("cached", stream.cached_tokens), ("output", tokens)):
         metrics.TOKENS.labels(*labels, kind).inc(count)
         metrics.TENANT_TOKENS.labels(tenant, kind).inc(count)
     if not stream.first_s:

@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from motet.policies.cluster.recent_refusals import Kind, RecentRefusals
+from motet.policies.owner.recent_refusals import Kind, RecentRefusals
 from motet.policies.tenant_shares import TenantShares
 from motet.services.gateway import metrics
 from motet.services.gateway.owner.detokenize import Detokenizer
@@ -249,35 +249,22 @@ class Owner:
 
     async def _submit(self, stream: Stream, timeout_s: float, to: str, kv: KvOffer | None) -> None:
         job, epoch = stream.job, stream.epoch
-        sampling, needs = job.sampling, job.needs
-        if stream.prompt_logprobs is not None:  # known from an earlier epoch: any worker can do the rest
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-            needs = {word: field for word, field in needs.items() if word != "prompt_logprobs"}
-        request = GenerateRequest(
-            request_id=job.request_id,
+        request = GenerateRequest.of(
+            job,
             gateway_id=self.gateway_id,
             base_model=self._base_model,
-            prompt=pack_tokens(job.prompt),
-            sampling=sampling,
-            slo=job.slo,
             epoch=epoch,
             output=pack_tokens(stream.tokens),
-            adapter=job.adapter,
-            tenant=job.tenant,
-            tenant_weight=job.tenant_weight,
-            features=job.features,
-            prompt_text=job.prompt_text,
-            cache_salt=job.cache_salt,
             exclude_workers=tuple(stream.excluded),
-            priority=job.priority,
             repeated=self._refusals.take_repeated(job.tenant),
-            needs=needs,
             move_to=to,
             kv=kv,
             losses=stream.losses,
-            embedding=job.embedding,
-            images=job.images,
         )
+        if stream.prompt_logprobs is not None:  # known from an earlier epoch: any worker can do the rest
+            sampling = msgspec.structs.replace(job.sampling, prompt_logprobs=None)
+            needs = {word: field for word, field in job.needs.items() if word != "prompt_logprobs"}
+            request = msgspec.structs.replace(request, sampling=sampling, needs=needs)
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):
             raise from_info(reply.error)
@@ -575,7 +562,7 @@ class Owner:
             adapter = stream.job.adapter
             report = Outcome(
                 adapter_digest=adapter.digest if adapter else "",
-                prompt_tokens=len(stream.job.prompt),
+                prompt_tokens=stream.job.prompt_tokens,
                 output_tokens=len(stream.tokens),
                 features=stream.job.features,
             )
@@ -597,4 +584,4 @@ class Owner:
 def _demands(job: Job) -> tuple[Kind, int, int]:
     """What `RecentRefusals` compares: the kind, the prompt's tokens, the adapter's rank."""
     kind = Kind(job.tenant, job.slo.ttft_slo_ms, job.slo.tpot_slo_ms, job.priority, tuple(sorted(job.needs)))
-    return kind, len(job.prompt), job.adapter.rank if job.adapter else 0
+    return kind, job.prompt_tokens, job.adapter.rank if job.adapter else 0

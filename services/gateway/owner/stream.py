@@ -19,28 +19,18 @@ import msgspec
 from motet.services.gateway.owner.detokenize import Detokenizer, StopFilter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
-from motet.shared.model import AdapterRef, EmbeddingParams, FinishReason, SamplingParams, Slo
-from motet.shared.wire.request import Image
+from motet.shared.model import FinishReason
+from motet.shared.wire.request import Work
 from motet.shared.wire.stream import StreamItem, TokenLogprobs
 
 STREAM_BYTES_MAX = 4 << 20  # of deltas that the caller has not taken
 TEXT_BYTES, DELTA_BYTES, SCORE_BYTES = 64, 400, 80  # of memory for a token's text, for a delta, for each log-probability in it
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate, fully resolved: tokens, adapter version, sampling with its seed."""
+class Job(Work, frozen=True, kw_only=True):
+    """One sequence to generate, and how the gateway shows it."""
 
-    request_id: str
     model: str  # the name the client asked for; for answers and metrics
-    prompt: list[int]
-    sampling: SamplingParams
-    slo: Slo = Slo()
-    adapter: AdapterRef | None = None
-    tenant: str = "default"
-    tenant_weight: float = 1.0
-    features: bytes = b""  # of the prompt and the parameters, for the predictor (policies.lengths.features)
-    prompt_text: str = ""  # an excerpt, with --send-prompts
-    cache_salt: str = ""  # divides the tenant's prefix cache
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # show the stop string or stop token that ended it
     skip_special_tokens: bool = True
@@ -48,10 +38,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()  # of its adapter: among the stop tokens, and not told as a reason
     continues_text: bool = False  # the output is glued to the prompt's text: keep a leading space
     silent: bool = False  # the prompt alone is wanted: the one token that an engine must draw is not shown
-    priority: int = 0
-    needs: dict[str, str] = {}  # capabilities that its worker must have, and the client's field for each
-    embedding: EmbeddingParams | None = None  # the prompt's embedding is wanted, and no token
-    images: list[Image] = []  # of the prompt, which has the model's placeholder for each
     timeout_s: float = 600.0
     arrived_s: float = 0.0  # `now_s()` when the client's request came; 0 for when it is opened
 
@@ -162,7 +148,7 @@ class Stream:
         self.queue_ms = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.embedding = b""  # little-endian float32
-        self.prompt_tokens = len(job.prompt)  # those of images are known with the first token
+        self.prompt_tokens = job.prompt_tokens  # those of images are known with the first token
         self.plain = False  # the next tokens may go through `push_plain`
         self.finish: FinishReason | None = None
         self.error: MotetError | None = None

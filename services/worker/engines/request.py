@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.times.step_record import Step
-from motet.shared.model import EmbeddingParams, RequestBrief, SamplingParams, Slo, Tier
-from motet.shared.wire.request import Image, KvOffer
+from motet.shared.model import AdapterRef, RequestBrief, SamplingParams, Tier
+from motet.shared.wire.request import GenerateRequest, pack_tokens
 from motet.shared.wire.stream import StreamItem
 
 if TYPE_CHECKING:
@@ -25,45 +26,42 @@ class EngineLimits:
     max_model_len: int = 0  # longest prompt plus output; 0 for the model's own
 
 
-@dataclass(kw_only=True, slots=True)
-class EngineRequest:
-    """One sequence to generate. `output` holds the tokens of earlier epochs: the first new token has index len(output)."""
+class EngineRequest(GenerateRequest, frozen=True, kw_only=True):
+    """A request in a worker. The first new token has the index `output_tokens`."""
 
-    request_id: str
-    gateway_id: str
-    prompt: list[int]
-    sampling: SamplingParams
     arrival_s: float  # shared.clock.now_s at the worker
-    epoch: int = 0
-    output: list[int] = field(default_factory=list)
-    slo: Slo = field(default_factory=Slo)
-    adapter: HostAdapter | None = None
-    predicted_tokens: int = 0
-    priority: int = 0  # of those waiting, smaller ones go first; of those running, larger ones are preempted first
     cache_scope: bytes = b""  # the tenants that may share its KV blocks (policies.memory.kv_blocks.cache_scope)
-    tenant: str = ""
-    tenant_weight: float = 1.0
-    kv: KvOffer | None = None  # from where it has moved
-    kv_wait_s: float = 0.0  # the longest time to wait for KV blocks from there; 0: they are computed
-    losses: int = 0  # workers lost with it in a row, without a new token
-    embedding: EmbeddingParams | None = None  # the request asks for the prompt's embedding instead of tokens
-    images: list[Image] = field(default_factory=list)  # the prompt has the model's placeholder for each
+    kv_wait_s: float = 0.0  # the longest time to wait for KV blocks from where it has moved; 0: they are computed
+    weights: HostAdapter | None = None  # of its adapter, when an engine gets it
 
-    def brief(self, adapter_digest: str, rank: int, output_tokens: int, *, running: bool) -> RequestBrief:
-        """The facts of the request that a scheduler needs. `output_tokens`: so far; `running`: it is in a batch."""
-        return RequestBrief(
-            request_id=self.request_id,
-            epoch=self.epoch,
-            adapter_digest=adapter_digest,
-            rank=rank,
-            prompt_tokens=len(self.prompt),
-            output_tokens=output_tokens,
-            predicted_tokens=self.predicted_tokens,
-            phase="running" if running else "waiting",
-            tpot_slo_ms=self.slo.tpot_slo_ms,
-            ttft_slo_ms=self.slo.ttft_slo_ms,
-            tenant=self.tenant,
-            tenant_weight=self.tenant_weight,
+    @classmethod
+    def local(
+        cls,
+        request_id: str,
+        prompt: Iterable[int],
+        sampling: SamplingParams,
+        *,
+        output: Iterable[int] = (),
+        weights: HostAdapter | None = None,
+        gateway_id: str = "",
+        arrival_s: float = 0.0,
+        **more: Any,
+    ) -> EngineRequest:
+        """A request that no message brought: a warm-up's, a benchmark's or a test's. `prompt`, `output`: token ids."""
+        adapter = None
+        if weights is not None:
+            size_bytes = weights.blob_bytes
+            adapter = AdapterRef(name=weights.digest, digest=weights.digest, rank=weights.rank, size_bytes=size_bytes)
+        return cls(
+            request_id=request_id,
+            gateway_id=gateway_id,
+            prompt=pack_tokens(prompt),
+            output=pack_tokens(output),
+            sampling=sampling,
+            adapter=adapter,
+            weights=weights,
+            arrival_s=arrival_s,
+            **more,
         )
 
 

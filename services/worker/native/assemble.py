@@ -86,7 +86,7 @@ def assemble(
                 max_lora_rank=config.adapters.max_lora_rank,
                 max_loras=config.adapters.max_loras,
                 elastic=_shares_memory(config, device),
-                merge=config.adapters.merge == "on",
+                merge=config.options.merge,
                 threads=config.engine_threads,
                 quantization=config.engine.quantization,
                 packed_weights_dir=config.engine.packed_weights_dir,
@@ -114,7 +114,6 @@ def assemble(
         ),
         config.options,
         perf=lambda: times.model,
-        cold_start=config.cold.cold_start,
         ends=ends,
     )
     limits = WorkerLimits(
@@ -225,11 +224,10 @@ def _warm_up(engine: Engine, limits: WorkerLimits, vocab_size: int, times: StepT
     for number, length in enumerate(WARM_UP_PROMPTS):
         length = min(length, limits.max_model_len // 2)
         engine.add(
-            EngineRequest(
-                request_id=f"warm-up-{number}",
-                gateway_id="",
-                prompt=[(7 * number + 13 * length + i) % vocab_size for i in range(length)],
-                sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            EngineRequest.local(
+                f"warm-up-{number}",
+                ((7 * number + 13 * length + i) % vocab_size for i in range(length)),
+                SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
                 arrival_s=now_s(),
             ),
             now_s(),

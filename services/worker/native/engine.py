@@ -13,14 +13,13 @@ is needed. An error of one request or adapter ends that request only. A forward 
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Collection
 
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import StepPlan, advance, due_s
-from motet.policies.step.cold_start import ColdStarts, Forced
-from motet.policies.step.merge_decision import MergeConfig, Merging
-from motet.policies.step.merged_copy import MERGE, NOTHING_KNOWN, MergedCopy
+from motet.policies.step.cold_start import ColdStartName
+from motet.policies.step.merge_decision import MergeConfig
+from motet.policies.step.merged_copy import MERGE, MergedCopy
 from motet.policies.step.plan_numbers import count_plan
 from motet.policies.worker.assemble import DeviceMemory, batch_core
 from motet.services.worker.engines.adapter_weights import HostAdapter
@@ -47,7 +46,7 @@ class Engine:
     """One model, many sequences. It owns KV accounting, adapter slots, queues and sampling state; the backend owns the tensors.
 
     `perf` returns the present estimate of step times. `cold_start` forces one way to start requests whose adapter is being
-    copied. `merge` has the constants of merging, for a backend that can merge. `ends`: tokens that end an answer besides
+    copied. `merging` has the constants of merging, for a backend that can merge. `ends`: tokens that end an answer besides
     those of the checkpoint's configuration.
     """
 
@@ -58,8 +57,7 @@ class Engine:
         options: WorkerOptions,
         *,
         perf: Callable[[], PerfModel] = lambda: START_PERF,
-        cold_start: Forced = "auto",
-        merge: MergeConfig = MERGE,
+        merging: MergeConfig = MERGE,
         ends: Collection[int] = (),
     ) -> None:
         self.limits = limits
@@ -69,9 +67,6 @@ class Engine:
         # The KV cache may be smaller than the model's context: a sequence alone in it must fit.
         model_len = limits.max_model_len or runner.config.max_model_len
         self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
-        cold = None
-        if runner.link.bytes_per_s < math.inf:
-            cold = ColdStarts(runner.config.num_layers, options.max_step_tokens, cold_start)
         self._lora_bytes = runner.lora_bytes_total
         """Largest device memory of one adapter, in bytes."""
         memory = DeviceMemory(
@@ -81,14 +76,14 @@ class Engine:
             block_bytes=runner.kv_block_bytes,
             shared=runner.elastic,
         )
-        merges = runner.merged is not None
+        assert options.merge == (runner.merged is not None), "an engine merges if its backend can"
         self._core: BatchCore[LiveSequence] = batch_core(
             memory,
             options,
             max_running=limits.max_running,
-            cold=cold,
-            modes=Merging(NOTHING_KNOWN, merge) if merges else None,
-            copies=perf() if merges else None,
+            perf=perf(),
+            layers=runner.config.num_layers if runner.link.bytes_per_s < math.inf else None,
+            merging=merging,
         )
         self._adapters = DeviceAdapters(runner, self._core.slots, perf)
         self._maker: CopyMaker | None = None
@@ -123,13 +118,13 @@ class Engine:
         return self._core.adapter_bytes_free
 
     @property
-    def cold_start(self) -> Forced:
+    def cold_start(self) -> ColdStartName:
         """How requests start whose adapter is being copied; "auto" where steps wait for copies."""
         cold = self._core.cold
         return cold.forced if cold is not None else "auto"
 
     @cold_start.setter
-    def cold_start(self, way: Forced) -> None:
+    def cold_start(self, way: ColdStartName) -> None:
         if self._core.cold is not None:
             self._core.cold.forced = way
 
@@ -152,8 +147,8 @@ class Engine:
         The caller has checked it (`admission.check`), and the engine has no request of this id. Raises InvalidAdapter for an
         adapter that is larger than the device's adapter memory.
         """
-        known = len(request.prompt) + len(request.output)
-        assert request.prompt and len(request.prompt) < self.max_model_len >= known, "admission lets no such request in"
+        known = request.prompt_tokens + request.output_tokens
+        assert 0 < request.prompt_tokens < self.max_model_len >= known, "admission lets no such request in"
         live = self._make_live(request)
         if live.adapter_bytes > self._lora_bytes:
             room = self._lora_bytes
@@ -380,20 +375,20 @@ class Engine:
         return [*self._state.waiting, *self._state.running]
 
     def _make_live(self, request: EngineRequest) -> LiveSequence:
-        sampling, adapter = request.sampling, request.adapter
+        sampling, adapter = request.sampling, request.weights
         return LiveSequence(
             order=0,
             priority=request.priority,
             due_s=due_s(request.arrival_s, request.slo.ttft_slo_ms, begun=bool(request.output)),
-            tokens=array("i", request.prompt + request.output),
+            tokens=request.tokens,
             adapter=adapter.digest if adapter else "",
             adapter_bytes=self._runner.adapter_bytes(adapter) if adapter else 0,
             request=request,
-            prompt_tokens=len(request.prompt),
-            max_length=min(self.max_model_len, len(request.prompt) + sampling.max_tokens),
+            prompt_tokens=request.prompt_tokens,
+            max_length=min(self.max_model_len, request.prompt_tokens + sampling.max_tokens),
             ending=self._ending(sampling),
             rank=adapter.rank if adapter else 0,
-            expected_length=len(request.prompt) + request.predicted_tokens,
+            expected_length=request.prompt_tokens + request.predicted_tokens,
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
             cache_scope=request.cache_scope,
@@ -430,14 +425,14 @@ class Engine:
             self._adapters.left(digest, slot)
         self._divide_memory()
         for live in plan.loads:
-            adapter = live.request.adapter
+            adapter = live.request.weights
             assert adapter is not None, "only sequences with an adapter load one"
             try:
                 self._adapters.begin(live.slot, adapter)
             except Exception as error:  # this adapter's requests end, the others of the step go on
                 self._fail_load(plan, live, error)
         for live, slot in plan.prefetched:
-            adapter = live.request.adapter
+            adapter = live.request.weights
             assert adapter is not None, "only sequences with an adapter have one copied"
             try:
                 self._adapters.begin(slot, adapter)

@@ -1,10 +1,7 @@
 """Makes the merged copy of the weights between the steps, as `policies.step.merged_copy` decides.
 
-    plan.dropped      ──> drop       its memory is freed before the boundary of KV blocks and adapters moves
-    plan.copy_started ──> begin      after the boundary has moved; then a slice before every step, until it is complete
-
-A slice runs on the threads of the steps, between two steps. A separate thread would take a core from the threads of a step,
-which all wait for the slowest of them.
+plan.dropped      ──> drop       its memory is freed before the boundary of KV blocks and adapters moves
+plan.copy_started ──> begin      after the boundary has moved; then a slice before every step, until it is complete
 """
 
 from __future__ import annotations
@@ -13,14 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from motet.policies.step.batch_state import StepPlan
-from motet.policies.step.merged_copy import MergedCopy
+from motet.policies.step.merged_copy import CopySlices, MergedCopy
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.native.seats import LiveSequence
 from motet.shared import clock
 from motet.shared.telemetry import logger
 
-SHARE = 0.2
-"""Share of a step's time that a slice takes, and so of the time between two tokens while a copy is made."""
 NO_ROOM = "--merge on: on a CPU the merged copy borrows memory from the KV cache, which needs --device-memory shared"
 log = logger("motet.worker.merging")
 
@@ -52,11 +47,7 @@ class CopyMaker:
     """Makes the merged copy in slices between the steps. `weights` are the backend's, `copy` is the policy's."""
 
     def __init__(self, weights: MergedWeights, copy: MergedCopy) -> None:
-        self._weights, self._copy = weights, copy
-        self._making = ""  # the adapter of the present copy
-        self._refused = False  # the system had no memory for it
-        self._slices = False  # the last plan goes on with it
-        self._took_s = 0.0
+        self._weights, self._slices = weights, CopySlices(copy, ms=1000.0)
 
     def size(self, adapter: HostAdapter) -> int:
         """Bytes of a copy with this adapter."""
@@ -64,33 +55,28 @@ class CopyMaker:
 
     def drop(self, plan: StepPlan[LiveSequence]) -> None:
         """Drop the copy if the plan says so, before the boundary between KV blocks and adapters moves."""
-        if plan.dropped:
+        if self._slices.dropped(plan):
             self._weights.drop()
-            self._making = ""
 
     def begin(self, plan: StepPlan[LiveSequence], sequences: Iterable[LiveSequence]) -> None:
         """Begin or continue the plan's copy, after the boundary of memory has moved."""
-        if plan.copy_started and plan.copy_started != self._making:
-            weights = next(live.request.adapter for live in sequences if live.adapter == plan.copy_started)
-            assert weights is not None, "it has an adapter"
-            self._making, self._took_s, self._refused = plan.copy_started, 0.0, False
-            try:
-                self._weights.begin(weights)
-            except MemoryError:  # steps stay unmerged, and another adapter's copy may fit
-                log.exception("the merged copy has no memory", extra={"adapter": plan.copy_started})
-                self._refused = True
-        self._slices = bool(plan.copy_started) and not self._refused
+        if not self._slices.begun(plan):
+            return
+        weights = next(live.request.weights for live in sequences if live.adapter == plan.copy_started)
+        assert weights is not None, "it has an adapter"
+        try:
+            self._weights.begin(weights)
+        except MemoryError:
+            log.exception("the merged copy has no memory", extra={"adapter": plan.copy_started})
+            self._slices.refuse()
 
     def advance(self, step_s: float) -> float:
         """Compute a slice of the copy, short compared with a step of `step_s`. Returns the seconds that it took."""
-        if not self._slices:
+        slice_s = self._slices.slice(step_s)
+        if not slice_s:
             return 0.0
         began_s = clock.now_s()
-        until_s = began_s + SHARE * step_s
-        whole = self._weights.advance(lambda: clock.now_s() >= until_s)
+        whole = self._weights.advance(lambda: clock.now_s() - began_s >= slice_s)
         took_s = clock.now_s() - began_s
-        self._took_s += took_s
-        if whole:
-            self._slices = False
-            self._copy.made(self._took_s * 1000)
+        self._slices.worked(took_s, whole=whole)
         return took_s

@@ -270,5 +270,5 @@ def _add(engine: Engine, request: EngineRequest) -> StepOutput | None:
     except Exception as error:
         log.exception("request not added", extra={"request_id": request.request_id})
         refused = MotetError(f"the engine failed: {error!r}")
-    item = StreamItem(request.request_id, request.epoch, len(request.output), [], finish="error", error=refused.info())
+    item = StreamItem(request.request_id, request.epoch, request.output_tokens, [], finish="error", error=refused.info())
     return StepOutput(items={request.gateway_id: [item]})

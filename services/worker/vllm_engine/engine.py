@@ -52,6 +52,7 @@ from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, MotetError, WorkerLost
 from motet.shared.model import Capability, RequestBrief
 from motet.shared.telemetry import logger
+from motet.shared.wire.request import unpack_tokens
 from motet.shared.wire.stream import StreamItem
 from motet.shared.worker_options import DEFAULTS, WorkerOptions
 
@@ -198,8 +199,8 @@ class VllmEngine:
         if sampling.allowed_token_ids and banned.issuperset(sampling.allowed_token_ids):
             item.finish = "error"
             item.error = BadRequest("bad_words leaves no token to draw", param="bad_words").info()
-        elif request.output and request.output[-1] in ending(request, self.core):
-            item.finish, item.stop_token = "stop", request.output[-1]
+        elif request.output and live.tokens[-1] in ending(request, self.core):
+            item.finish, item.stop_token = "stop", live.tokens[-1]
         elif live.length >= live.max_length:
             item.finish = "length"
         if item.finish is not None:
@@ -266,7 +267,7 @@ class VllmEngine:
             self._changed[live.request.request_id] = live.brief()
             self._output.stats.preempted += 1
         self._free_slots([digest for digest, _ in entries.evictions])
-        arrived = [self._bring(cast(PeftAdapter, live.request.adapter)) for live in entries.loads]
+        arrived = [self._bring(cast(PeftAdapter, live.request.weights)) for live in entries.loads]
         for live in entries.entered:
             live.core_id = f"{live.request.request_id}/{live.request.epoch}/{next(self._ids)}"
             live.entered_s = now_s()
@@ -281,7 +282,7 @@ class VllmEngine:
         try:
             images = None
             if live.request.images and core.reader is not None:
-                read = partial(core.reader.read, live.request.prompt, live.request.images)
+                read = partial(core.reader.read, unpack_tokens(live.request.prompt), live.request.images)
                 images = await asyncio.get_running_loop().run_in_executor(core.reader.thread, read)
                 live.image_tokens = len(images.tokens) - live.prompt_tokens
                 live.scheduled = self._entry.state.kv.blocks_for(live.length + live.image_tokens)
@@ -352,7 +353,7 @@ class VllmEngine:
             live.reported = True
             cached = output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0
             stats.cached_tokens += cached
-            if item.index == len(request.output):  # else it was paused before
+            if item.index == request.output_tokens:  # else it was paused before
                 item.queue_ms = max(0.0, live.entered_s - request.arrival_s) * 1000
                 prompt_tokens = live.prompt_tokens + live.image_tokens
                 item.cached_tokens = min(cached, prompt_tokens)

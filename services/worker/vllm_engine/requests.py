@@ -6,10 +6,10 @@ vLLM is imported in functions, because a worker with the native engine runs with
 from __future__ import annotations
 
 import json
-from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from motet.policies.cluster.describe import brief_of
 from motet.policies.step.batch_state import due_s
 from motet.policies.step.engine_entry import Entrant
 from motet.services.worker.engines.request import EngineRequest
@@ -51,25 +51,31 @@ class VllmSequence(Entrant):
 
     def brief(self) -> RequestBrief:
         """The facts of the request that schedulers need."""
-        return self.request.brief(self.adapter, self.rank, self.output_tokens, running=bool(self.core_id))
+        return brief_of(
+            self.request,
+            predicted_tokens=self.request.predicted_tokens,
+            epoch=self.request.epoch,
+            output_tokens=self.output_tokens,
+            phase="running" if self.core_id else "waiting",
+        )
 
 
 def sequence(request: EngineRequest, core: Core, slot_bytes: int) -> VllmSequence:
     """A request that begins to wait. `slot_bytes`: device memory of one adapter slot."""
-    adapter = request.adapter
-    longest = core.max_model_len if request.embedding is None else len(request.prompt) + 1
+    adapter = request.weights
+    longest = core.max_model_len if request.embedding is None else request.prompt_tokens + 1
     return VllmSequence(
         order=0,
         priority=request.priority,
         due_s=due_s(request.arrival_s, request.slo.ttft_slo_ms, begun=bool(request.output)),
-        tokens=array("i", request.prompt + request.output),
+        tokens=request.tokens,
         adapter=adapter.digest if adapter else "",
         adapter_bytes=slot_bytes if adapter else 0,
         request=request,
-        prompt_tokens=len(request.prompt),
-        max_length=min(longest, len(request.prompt) + request.sampling.max_tokens),
+        prompt_tokens=request.prompt_tokens,
+        max_length=min(longest, request.prompt_tokens + request.sampling.max_tokens),
         rank=adapter.rank if adapter else 0,
-        expected_length=len(request.prompt) + request.predicted_tokens,
+        expected_length=request.prompt_tokens + request.predicted_tokens,
         tenant=request.tenant,
         tenant_weight=request.tenant_weight,
         cache_scope=request.cache_scope,
@@ -88,8 +94,8 @@ def core_request(live: VllmSequence, core: Core, number: int, images: ImagePromp
 
     request, pools = live.request, live.request.embedding is not None
     lora = None
-    if request.adapter is not None:
-        adapter = cast(PeftAdapter, request.adapter)
+    if request.weights is not None:
+        adapter = cast(PeftAdapter, request.weights)
         lora = LoRARequest(adapter.digest, number, str(adapter.folder))
     return EngineCoreRequest(
         request_id=live.core_id,

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from motet.services.gateway.openai import conversation
-from motet.services.gateway.openai.prepare import REQUEST_BYTES
 from motet.services.gateway.openai.prompt import Prompts
+from motet.services.gateway.openai.texts import REQUEST_BYTES
 from motet.services.gateway.service import GatewayService
 from motet.shared.errors import BadRequest, WorkerLost
 from motet.shared.model import IMAGES_MAX

@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
 from motet.services.gateway.intake import intake
+from motet.services.gateway.openai import texts
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import Overloaded, Unavailable
@@ -94,7 +95,7 @@ async def test_a_request_that_meets_a_bug_is_told_so_at_once(mesh: Mesh, bus: Bu
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(mesh.gateway.preparer, "prepare", broken)
+    monkeypatch.setattr(texts, "prepare", broken)
     await publish(bus, chat(), message_id="unlucky")
     assert (await result(bus, "unlucky"))["error"]["message"] == "internal error: ZeroDivisionError"
 

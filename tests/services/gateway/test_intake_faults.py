@@ -15,6 +15,8 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
 from motet.cli.nats_server import NatsServer
 from motet.services.gateway.intake import durable, intake
+from motet.services.gateway.openai import texts
+from motet.services.gateway.openai.prepare import Origin
 from motet.services.gateway.service import GatewayService
 from motet.services.registry.config import RegistryConfig
 from motet.shared import subjects
@@ -101,7 +103,7 @@ async def test_an_answer_too_large_for_a_message_is_an_error_result_and_is_not_g
 
 async def test_what_cannot_fit_in_a_result_is_refused_before_anything_runs(mesh: Mesh):
     body = json.dumps(chat(max_tokens=200, min_tokens=200, logprobs=True, top_logprobs=20, n=64)).encode()
-    plan = await mesh.gateway.preparer.prepare(durable.protocol.parse(body))
+    plan = await texts.prepare(mesh.gateway.preparer, durable.protocol.parse(body), Origin())
     durable.check_answer_fits(plan, 64 * 200 * 21 * durable.CHAT_TOKEN_BYTES)
     with pytest.raises(AnswerTooLarge, match="at least"):
         durable.check_answer_fits(plan, 64 * 200 * 21 * durable.CHAT_TOKEN_BYTES - 1)

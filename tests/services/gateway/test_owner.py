@@ -37,7 +37,9 @@ TOKENS = TOKENIZER.encode(TEXT).ids
 
 def job(request_id: str = "r1", **changed: Any) -> Job:
     sampling = SamplingParams(max_tokens=changed.pop("max_tokens", 200), **changed.pop("sampling", {}))
-    return Job(**({"request_id": request_id, "model": "demo", "prompt": [5, 6, 7], "sampling": sampling} | changed))
+    return Job(
+        **({"request_id": request_id, "model": "demo", "prompt": pack_tokens([5, 6, 7]), "sampling": sampling} | changed)
+    )
 
 
 class Mesh:
@@ -451,7 +453,7 @@ async def test_a_refusal_is_repeated_without_the_scheduler_and_the_next_ask_tell
         assert 7.0 < (refused.value.retry_after_s or 0.0) <= 8.0
     assert [request.request_id for request in mesh.scheduler.submitted] == ["a"]
     mesh.scheduler.refuse = None
-    (await mesh.owner.open(job("shorter", prompt=[5]))).cancel()
+    (await mesh.owner.open(job("shorter", prompt=pack_tokens([5])))).cancel()
     assert [request.repeated for request in mesh.scheduler.submitted] == [0, 3]
 
 

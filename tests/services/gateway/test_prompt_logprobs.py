@@ -100,7 +100,7 @@ async def test_prompt_logprobs_are_not_streamed(mesh: Mesh, client: Client, more
 
 
 async def test_more_than_fit_in_a_message_are_refused(mesh: Mesh, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.services.gateway.openai.prepare.SCORES_MAX", 5)
+    monkeypatch.setattr("motet.services.gateway.openai.texts.SCORES_MAX", 5)
     with pytest.raises(openai.BadRequestError, match="more than the 5") as refused:
         await client.completions.create(model="demo", prompt=PROMPT, extra_body={"prompt_logprobs": 1})
     assert refused.value.param == "prompt_logprobs"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from motet.shared import subjects
 from motet.shared.bus import decode
+from motet.shared.clock import now_s
 from motet.shared.kv import Bucket
 from motet.shared.model import AdapterRef
 from motet.shared.placement import Placement, PlacementWatch
@@ -77,8 +78,11 @@ async def test_a_worker_that_is_gone_loses_its_placement(bus, schedule, hire):
 
 
 async def test_nothing_is_placed_while_rebalancing_is_off(bus, schedule, hire):
+    bucket = await Bucket.open(bus, subjects.KV_PLACEMENT)
     await hire("w1", limits=LIMITS)
-    service = await schedule()
+    service = await schedule(place_s=0.1)
     await knows(service, "w1")
+    asked_s = now_s()
     await submit(bus, generate_request("r0", rank=8))
-    assert service._placer is None
+    await eventually(lambda: now_s() > asked_s + 1.0)  # ten times as long as another scheduler takes
+    assert await bucket.get("w1") is None

@@ -22,6 +22,7 @@ from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.runner import ModelRunner
 from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.model import SamplingParams
+from motet.shared.wire.request import unpack_tokens
 from motet.shared.wire.stream import StreamItem
 from motet.shared.worker_options import WorkerOptions
 
@@ -128,10 +129,10 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
     """An engine in float32 with room for everything.
 
     Options may be any field of EngineLimits and of WorkerOptions, and `lora_bytes`, the class of its `runner`, further
-    `runner_options`, and the engine's `perf`, `cold_start` and `merge`.
+    `runner_options`, and the engine's `perf` and `merging`.
     """
     lora_bytes, runner_class = changes.pop("lora_bytes", 8 << 20), changes.pop("runner", WholeRunner)
-    options = {name: changes.pop(name) for name in ("perf", "cold_start", "merge") if name in changes}
+    options = {name: changes.pop(name) for name in ("perf", "merging") if name in changes}
     runner_options = changes.pop("runner_options", {})
     held = {field.name: changes.pop(field.name) for field in dataclasses.fields(EngineLimits) if field.name in changes}
     limits = EngineLimits(**{"max_running": 64, "block_size": BLOCK_SIZE, "kv_blocks": 600} | held)
@@ -145,6 +146,7 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
             lora_bytes=lora_bytes,
             max_lora_rank=64,
             max_loras=decides.max_loras,
+            merge=decides.merge,
             threads=1,  # tiny matrices: more would only wait for each other
             **runner_options,
         )
@@ -164,15 +166,8 @@ def request(
 ) -> EngineRequest:
     """A greedy request that EOS does not end, unless `sampling` says otherwise."""
     params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 12} | sampling)
-    return EngineRequest(
-        request_id=request_id,
-        gateway_id=gateway_id,
-        prompt=prompt,
-        sampling=params,
-        arrival_s=0.0,
-        epoch=epoch,
-        output=output or [],
-        adapter=adapter,
+    return EngineRequest.local(
+        request_id, prompt, params, output=output or (), weights=adapter, gateway_id=gateway_id, epoch=epoch
     )
 
 
@@ -203,7 +198,7 @@ def run(
     todo = list(requests)
     while todo or engine.has_work():
         for one in todo[:per_step]:
-            result.tokens[one.request_id] = list(one.output)
+            result.tokens[one.request_id] = unpack_tokens(one.output)
             engine.add(one, now_s=len(result.steps) * clock_s)
         todo = todo[per_step:]
         out = engine.step(len(result.steps) * clock_s)

@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from motet.kernels import PackedLora
 from motet.services.worker.engines.adapter_weights import HostAdapter
@@ -131,9 +133,7 @@ def test_items_are_sorted_by_gateway(engine: Engine) -> None:
 
 def test_the_first_item_says_how_long_it_waited_and_what_was_cached(engine: Engine) -> None:
     run(engine, [request("warm", PROMPT)])
-    one = request("a", PROMPT)
-    one.arrival_s = 7.0
-    engine.add(one, 7.0)
+    engine.add(replace(request("a", PROMPT), arrival_s=7.0), 7.0)
     first, second = items_of(engine.step(7.25))[0], items_of(engine.step(7.5))[0]
     assert first.queue_ms == pytest.approx(250.0)
     assert first.cached_tokens == 2 * BLOCK_SIZE
@@ -281,7 +281,7 @@ def test_bans_that_leave_no_token_end_the_request_with_the_field(engine: Engine)
 def test_of_those_that_wait_the_one_with_the_smaller_priority_goes_first(model_dir: Path) -> None:
     engine = make_engine(model_dir, max_running=1)
     for name, priority in (("late", 2), ("later", 7), ("first", 0), ("second", 0), ("middle", 1)):
-        engine.add(dataclasses.replace(request(name, PROMPT, max_tokens=1), priority=priority), 0.0)
+        engine.add(msgspec.structs.replace(request(name, PROMPT, max_tokens=1), priority=priority), 0.0)
     order: list[str] = []
     while engine.has_work():
         order += [item.request_id for item in items_of(engine.step(0.0))]

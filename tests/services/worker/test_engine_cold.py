@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from motet.policies.step.cold_start import Forced
+from motet.policies.step.cold_start import ColdStartName
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.model_config import read_model_config
 from motet.services.worker.engines.request import StepOutput
@@ -40,7 +40,7 @@ def adapters(checkpoint: tuple[Path, list[HostAdapter]]) -> list[HostAdapter]:
 
 
 def paced(
-    checkpoint: tuple[Path, list[HostAdapter]], cold_start: Forced = "blocking", **changes: Any
+    checkpoint: tuple[Path, list[HostAdapter]], cold_start: ColdStartName = "blocking", **changes: Any
 ) -> tuple[Engine, PacedRunner]:
     engine = make_engine(checkpoint[0], runner=PacedRunner, cold_start=cold_start, **changes)
     runner = engine._runner
@@ -71,7 +71,7 @@ def tokens_of(outs: list[StepOutput], request_id: str) -> list[int]:
 
 @pytest.mark.parametrize("cold_start", ["auto", "blocking", "layerwise", "assist"])
 @pytest.mark.parametrize("bytes_per_s", [1e6, 3e7, 1e9])
-def test_cold_requests_get_the_tokens_of_cached_adapters(checkpoint, cold_start: Forced, bytes_per_s: float) -> None:
+def test_cold_requests_get_the_tokens_of_cached_adapters(checkpoint, cold_start: ColdStartName, bytes_per_s: float) -> None:
     model_dir, adapters = checkpoint
     requests = [request(str(i), PROMPT[: 5 + i], adapters[i % 5] if i % 6 else None) for i in range(20)]
     expected = run(make_engine(model_dir), requests).tokens
@@ -134,7 +134,9 @@ def test_a_prefetch_is_reported_when_its_copy_is_whole(checkpoint, adapters: lis
 
 
 @pytest.mark.parametrize("cold_start", ["blocking", "assist"])
-def test_a_copy_continues_when_its_request_is_cancelled_and_serves_the_next(checkpoint, adapters, cold_start: Forced) -> None:
+def test_a_copy_continues_when_its_request_is_cancelled_and_serves_the_next(
+    checkpoint, adapters, cold_start: ColdStartName
+) -> None:
     engine, runner = paced(checkpoint, cold_start, max_step_tokens=8)  # in the middle of its prefill
     runner.processes = 1
     engine.add(request("first", PROMPT, adapters[1]), 0.0)
@@ -258,7 +260,7 @@ def test_ending_everything_while_copies_are_under_way_leaves_a_working_engine(ch
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("cold_start", ["auto", "blocking", "layerwise", "assist"])
-def test_a_real_link_and_a_real_process_give_the_same_tokens(checkpoint, cold_start: Forced, kernels: str) -> None:
+def test_a_real_link_and_a_real_process_give_the_same_tokens(checkpoint, cold_start: ColdStartName, kernels: str) -> None:
     model_dir, adapters = checkpoint
     requests = [request(str(i), PROMPT[: 5 + i], adapters[i % 5] if i % 6 else None) for i in range(20)]
     expected = run(make_engine(model_dir), requests).tokens

@@ -6,12 +6,12 @@ cancellations, prefetches and unloads, under every eviction and queue. The accou
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import msgspec
 import pytest
 
 from motet.policies.memory.eviction import EvictionName
@@ -21,6 +21,7 @@ from motet.services.worker.engines.model_config import read_model_config
 from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.runner import ModelRunner
+from motet.shared.wire.request import pack_tokens
 from tests.services.worker.support_engine import BLOCK_SIZE, make_engine, request, run
 from tests.support_models import make_adapters, make_checkpoint, random_prompts
 
@@ -66,7 +67,7 @@ def burst(draw: random.Random, bed: Bed) -> list[EngineRequest]:
             max_tokens=draw.randint(1, LONGEST_OUTPUT),
             **sampling,
         )
-        found.append(dataclasses.replace(one, priority=draw.choice([0, 0, 0, 1])))
+        found.append(msgspec.structs.replace(one, priority=draw.choice([0, 0, 0, 1])))
     return found
 
 
@@ -138,7 +139,7 @@ def fight(engine: Engine, requests: list[EngineRequest], adapters: list[HostAdap
             tokens += item.tokens
             if item.finish == "cancelled":
                 one = now[item.request_id]
-                now[item.request_id] = again = dataclasses.replace(one, epoch=one.epoch + 1, output=list(tokens))
+                now[item.request_id] = again = msgspec.structs.replace(one, epoch=one.epoch + 1, output=pack_tokens(tokens))
                 todo.append(again)
                 found.resumed += 1
             elif item.finish is not None:

@@ -15,6 +15,7 @@ from motet.services.worker.native.thread import EngineThread
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, WorkerLost
 from motet.shared.model import SamplingParams
+from motet.shared.wire.request import unpack_tokens
 from motet.shared.wire.stream import StreamItem
 from tests.support import eventually
 
@@ -41,9 +42,9 @@ class ScriptedEngine:
 
     def add(self, request: EngineRequest, now_s: float) -> None:
         assert threading.get_ident() == self.thread
-        if request.prompt == [666]:
+        if unpack_tokens(request.prompt) == [666]:
             raise BadRequest("no such prompt", param="prompt")
-        if request.prompt == [667]:
+        if unpack_tokens(request.prompt) == [667]:
             raise RuntimeError("bug")
         self.requests[request.request_id] = request
 
@@ -74,7 +75,7 @@ class ScriptedEngine:
 
 
 def request(request_id: str, prompt: int = 1) -> EngineRequest:
-    return EngineRequest(request_id=request_id, gateway_id="g", prompt=[prompt], sampling=SamplingParams(), arrival_s=0.0)
+    return EngineRequest.local(request_id, [prompt], SamplingParams(), gateway_id="g")
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def untied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def merging(case: Case, *, merge: bool = True, merge_config: MergeConfig = UNTUNED, **options: Any) -> Engine:
     engine = make_engine(
-        case.model_dir, runner_options={"elastic": True, "merge": merge, "kernels": case.kernels}, merge=merge_config, **options
+        case.model_dir, runner_options={"elastic": True, "kernels": case.kernels}, merge=merge, merging=merge_config, **options
     )
     copy, modes = engine._core.copy, engine._core.modes
     if copy is not None:
@@ -291,7 +291,7 @@ def test_the_copy_of_an_adapter_that_was_deleted_goes(untied: Case) -> None:
 )
 def test_a_backend_that_cannot_merge_refuses_with_the_reason(untied: Case, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        make_engine(untied.model_dir, runner_options={"elastic": True, "merge": True} | options)
+        make_engine(untied.model_dir, runner_options={"elastic": True} | options, merge=True)
 
 
 def test_vllm_refuses_to_merge(untied: Case) -> None:

@@ -1,0 +1,73 @@
+"""What a scheduler decides, live and simulated: the question that a request is, and the worker that takes it.
+
+Its shell keeps the cluster's state (`cluster_view`), predicts lengths, and sends what is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from motet.policies.cluster.candidates import Ask, candidates
+from motet.policies.cluster.choice import Choose
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.demand import Demand
+from motet.policies.cluster.describe import ask_of
+from motet.policies.cluster.dispatch import POLICIES, Decision, decide
+from motet.policies.cluster.placement import Placing
+from motet.policies.cluster.rebalance import RebalanceConfig
+from motet.shared.model import AdapterRef, RequestBrief
+from motet.shared.scheduler_options import SchedulerOptions
+
+
+class SchedulerCore:
+    """The decisions of one scheduler. `choose`: a policy that has no name in `options`. Times are seconds on one clock."""
+
+    def __init__(self, options: SchedulerOptions, state: ClusterState, *, choose: Choose | None = None) -> None:
+        self.options, self.state = options, state
+        self.placing = Placing()
+        self._demand = Demand()
+        self._choose = choose or POLICIES[options.policy]()
+
+    @property
+    def rebalance(self) -> RebalanceConfig:
+        """How its rebalancer plans."""
+        return RebalanceConfig(kv_travel=self.options.kv_travel)
+
+    def ask(
+        self,
+        brief: RequestBrief,
+        now_s: float,
+        *,
+        base_model: str,
+        adapter: AdapterRef | None,
+        needs: Mapping[str, str] = {},
+        avoid: tuple[str, ...] = (),
+        repeated: int = 0,
+    ) -> Ask:
+        """A request came: the question which worker takes it.
+
+        `repeated`: refusals of its tenant's requests that its gateway has given by itself; the others as in `Ask`.
+        """
+        if self.options.rebalance and adapter is not None and not brief.epoch:
+            self.placing.asked(adapter, now_s)
+        standing = self._demand.asked(brief.tenant, brief.tenant_weight, now_s, 1 + max(0, repeated))
+        size_bytes = adapter.size_bytes if adapter is not None else 0
+        return ask_of(brief, standing, base_model=base_model, adapter_bytes=size_bytes, needs=needs, avoid=avoid)
+
+    def decide(self, ask: Ask, now_s: float, avg_resp_len: float) -> Decision:
+        """The worker for a request. `avg_resp_len`: the average response length in tokens."""
+        options = self.options
+        return decide(
+            self._choose,
+            self.state,
+            ask,
+            now_s,
+            stale_s=options.stale_s,
+            avg_resp_len=avg_resp_len,
+            admission=options.admission,
+        )
+
+    def may_take(self, ask: Ask, worker_id: str, now_s: float) -> bool:
+        """Whether the worker that a move names is a candidate."""
+        row = self.state.row(worker_id)
+        return row >= 0 and bool(candidates(self.state, ask, now_s, self.options.stale_s)[row])

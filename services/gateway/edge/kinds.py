@@ -1,0 +1,90 @@
+"""The kinds of requests that generate something: one table, from which routes and their description are made.
+
+    path ──parse──> request ──prepare──> prepared ──collect──> the whole answer
+                                             └─────stream───> a response that sends it piece by piece
+
+Another kind is a file that makes a `Kind` and adds it to `KINDS` (docs/extending.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from starlette.responses import Response
+
+from motet.policies.tenant_shares import Part
+from motet.services.gateway.edge import sse
+from motet.services.gateway.openai import answers, embeddings, fields, protocol, schemas, texts
+from motet.services.gateway.openai.prepare import Origin, Preparer
+from motet.services.gateway.owner.made_by import Answer
+from motet.services.gateway.owner.owner import Owner
+from motet.services.gateway.owner.stream import Stream
+
+
+class Streamed(NamedTuple):
+    """A response that sends the answer of these streams."""
+
+    response: Response
+    streams: list[Stream]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of request. Its parsed requests have `stream`; what `prepare` returns has `prompt_tokens`.
+
+    `parse` raises BadRequest naming the field. `collect` gets the part of what all answers may have, for what it holds.
+    `stream` None: there is nothing to stream.
+    """
+
+    path: str
+    summary: str
+    request: type
+    answer: type
+    unserved: Mapping[str, fields.Unserved]
+    parse: Callable[[bytes], Any]
+    prepare: Callable[[Preparer, Any, Origin], Awaitable[Any]]
+    collect: Callable[[Owner, Any, Part], Awaitable[Answer]]
+    stream: Callable[[Owner, Any], Coroutine[Any, Any, Streamed]] | None = None
+
+
+async def _stream(owner: Owner, prepared: texts.Prepared) -> Streamed:
+    streams, signal = await answers.open_all(owner, prepared)
+    events = sse.SseResponse(prepared, streams, signal, owner.detokenizer, owner.made_by(streams[0]))
+    return Streamed(events, streams)
+
+
+CHAT = Kind(
+    path="/v1/chat/completions",
+    summary="Answer a conversation.",
+    request=protocol.ChatRequest,
+    answer=schemas.ChatCompletion,
+    unserved=fields.CHAT,
+    parse=protocol.parse_chat,
+    prepare=texts.prepare,
+    collect=answers.collect,
+    stream=_stream,
+)
+COMPLETION = Kind(
+    path="/v1/completions",
+    summary="Continue texts.",
+    request=protocol.CompletionRequest,
+    answer=schemas.Completion,
+    unserved=fields.COMPLETION,
+    parse=protocol.parse_completion,
+    prepare=texts.prepare,
+    collect=answers.collect,
+    stream=_stream,
+)
+EMBEDDING = Kind(
+    path="/v1/embeddings",
+    summary="Embeddings of texts, by workers with a pooling model.",
+    request=embeddings.EmbeddingRequest,
+    answer=schemas.Embeddings,
+    unserved=fields.EMBEDDING,
+    parse=embeddings.parse,
+    prepare=embeddings.prepare,
+    collect=embeddings.collect,
+)
+KINDS: list[Kind] = [CHAT, COMPLETION, EMBEDDING]

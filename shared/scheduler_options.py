@@ -1,0 +1,34 @@
+"""How a scheduler decides: one group of facts for a scheduler's configuration and a simulated one.
+
+The names are those of the live options and of `motet simulate --set`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+AdmissionName = Literal["objective", "room"]
+_Seconds = Annotated[float, Meta(gt=0)]
+
+
+class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of a scheduler on which its decisions depend."""
+
+    policy: str = "motet"
+    """A name of `policies.cluster.dispatch.POLICIES`."""
+    admission: AdmissionName = "objective"
+    attempts: Annotated[int, Meta(ge=1, le=16)] = 3
+    """Workers tried per request."""
+    stale_s: _Seconds = 3.0
+    """Without a report for so long, a worker gets no requests."""
+    in_flight_s: _Seconds = 3.0
+    """For so long an accepted request counts as load while the worker's state does not show it."""
+    rebalance: bool = False
+    """Running requests move from workers with long queues to others, and adapters are placed by demand."""
+    kv_travel: bool = True
+    """A request that moves fetches its KV blocks where that is faster than computing them again."""
+    place_s: _Seconds = 180.0
+    """Time between decisions about which adapters workers keep loaded."""
