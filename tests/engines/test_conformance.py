@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from motet.services.gateway.owner.owner import LOSSES_MAX
+from motet.policies.owner.owner_core import LOSSES_MAX
 from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter

@@ -22,10 +22,11 @@ import msgspec
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from motet.policies.owner.owner_core import LOSSES_MAX
 from motet.services.gateway.owner import owner as owner_module
 from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.fleet import Fleet
-from motet.services.gateway.owner.owner import LOSSES_MAX, Owner
+from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import Job, TextDelta
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -236,7 +237,7 @@ class World:
     async def play(self) -> dict[str, Shown]:
         """Play the whole history. After it no faults occur until every stream has ended."""
         loop = asyncio.get_running_loop()
-        watch = [self.spawn(self.owner._keep_watch()), self.spawn(self._beat())]
+        watch = [self.spawn(self.owner._keep_watch()), self.spawn(self.owner._greet()), self.spawn(self._beat())]
         clients = [self.spawn(self._client(request_id)) for request_id in self.asks]
         await asyncio.sleep(0)
         for step in self.history.steps:
@@ -256,7 +257,7 @@ class World:
             await asyncio.sleep(CALM_S)
         for client in clients:
             client.result()
-        assert self.owner.inflight == 0 and not self.owner._gaps
+        assert self.owner.inflight == 0
         for task in watch:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -316,13 +317,13 @@ class World:
 
     def _past_first_epoch(self, worker: Worker) -> bool:
         """Whether a frame with wrong tokens of epoch 0 of r0 is outdated."""
-        stream = self.owner._active.get("r0")
+        stream = next((one for one in self.owner.streams() if one.request_id == "r0"), None)
         return stream is not None and stream.epoch > 0
 
     def _move(self, to: Worker, ago: int) -> None:
         """A scheduler wants every request on this worker. It knows their epochs of `ago` epochs before."""
-        for request_id, stream in list(self.owner._active.items()):
-            self.owner._on_move(Move(request_id=request_id, epoch=stream.epoch - ago, to=to.worker_id))
+        for stream in list(self.owner.streams()):
+            self.owner._on_move(Move(request_id=stream.request_id, epoch=stream.epoch - ago, to=to.worker_id))
 
     def _lose(self, worker: Worker, *, dead: bool) -> None:
         """The worker dies or returns; or it lives, freezes for a moment, and counts as dead."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from motet.policies.cluster.worker_book import Holdings, Shelf, WorkerBook
 from motet.services.gateway.owner.lost_workers import LostWorkers
@@ -59,13 +58,9 @@ class Fleet:
         """The requests and adapters of a worker; empty for an unknown worker."""
         return self._shelf.of(worker_id)
 
-    async def newcomer(self, within_s: float) -> bool:
-        """Wait for a new worker; returns whether one came."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._newcomer.wait()
-                return True
-        return False
+    async def newcomer(self) -> None:
+        """Wait for a new worker."""
+        await self._newcomer.wait()
 
     def lose(self, worker_id: str) -> None:
         """Remove a worker whose lease expired or that is silent."""

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
+from motet.policies.owner.life import Owned
 from motet.services.gateway.owner.detokenize import Detokenizer, StopFilter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
@@ -85,11 +86,10 @@ class Signal:
             self._waiter = None
 
 
-class Stream:
+class Stream(Owned):
     """An owned request, made by `Owner.open`. The upper half of this class is for the caller, the lower half for the Owner."""
 
     __slots__ = (
-        "__weakref__",
         "_delta_bytes",
         "_detokenizer",
         "_filter",
@@ -101,57 +101,35 @@ class Stream:
         "begun_s",
         "cached_tokens",
         "deadline",
-        "declined",
-        "early",
         "embedding",
-        "epoch",
-        "error",
-        "excluded",
-        "finish",
         "first_s",
         "job",
-        "losses",
         "on_slow",
         "opened_s",
-        "plain",
         "prompt_logprobs",
         "prompt_tokens",
         "queue_ms",
-        "resumed_s",
         "retractable",
-        "set_back_s",
-        "sign_s",
         "signal",
-        "tokens",
-        "worker_id",
     )
+    finish: FinishReason | None
+    error: MotetError | None
 
     def __init__(
         self, job: Job, detokenizer: Detokenizer, on_cancel: Callable[[Stream], None], signal: Signal | None, limit: int
     ) -> None:
+        self.opened_s = now_s()
+        constrained = job.sampling.structured is not None
+        super().__init__(job.request_id, job.sampling.max_tokens, constrained=constrained, now_s=self.opened_s)
         self.job = job
         self.signal = signal or Signal()
-        self.opened_s = now_s()
         self.begun_s = job.arrived_s or self.opened_s
         self.first_s = 0.0  # when the first token came
-        self.sign_s = self.opened_s  # the last sign of life of its worker
-        self.epoch = 0
-        self.worker_id: str | None = None  # None while no worker is known to have it
-        self.tokens: list[int] = []  # every output token of every epoch, EOS included
-        self.early: dict[int, StreamItem] = {}  # items that came before their turn, by index
-        self.excluded: list[str] = []  # workers that lost it
-        self.declined: dict[str, MotetError] = {}  # workers that can never serve it, with their reasons
-        self.losses = 0  # workers lost since the last new token
-        self.resumed_s = 0.0  # since when it waits for a token from another worker; 0 while it does not
-        self.set_back_s = 0.0  # since when its workers have been unable to serve it; 0 while they are able
         self.cached_tokens = 0
         self.queue_ms = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.embedding = b""  # little-endian float32
         self.prompt_tokens = job.prompt_tokens  # those of images are known with the first token
-        self.plain = False  # the next tokens may go through `push_plain`
-        self.finish: FinishReason | None = None
-        self.error: MotetError | None = None
         self.on_slow: Callable[[], None] | None = None  # for callers that may be stuck in a write
         self.deadline: asyncio.TimerHandle | None = None
         self.retractable = False  # the caller shows nothing before the end, and heeds `Delta.again`

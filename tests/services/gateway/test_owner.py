@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from motet.policies.owner import owner_core
+from motet.policies.owner.owner_core import LOSSES_MAX
 from motet.services.gateway.owner import owner
 from motet.services.gateway.owner import stream as stream_states
 from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.fleet import Fleet
-from motet.services.gateway.owner.owner import LOSSES_MAX, Owner
+from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import Job, SlowReader, Stream, TextDelta
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -69,7 +71,7 @@ async def mesh(connect: Connect, bus: Bus) -> AsyncIterator[Mesh]:
         gateway_bus, fleet, Detokenizer(TOKENIZER), gateway_id="g1", base_model="demo", max_inflight=64, stream_buffer_tokens=64
     )
     await owner.start()
-    await eventually(lambda: len(fleet.workers()) == 2 and owner._leases.alive("w1") and owner._leases.alive("w2"))
+    await eventually(lambda: len(fleet.workers()) == 2 and owner.alive("w1") and owner.alive("w2"))
     yield Mesh(owner, scheduler, workers, bus)
     await owner.stop()
 
@@ -148,7 +150,7 @@ async def test_a_worker_that_returns_under_its_old_name_may_get_the_request_back
 async def test_a_running_request_waits_as_long_as_its_only_worker_loads_the_model(
     mesh: Mesh, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "RESUME_PATIENCE_S", 0.5)
+    monkeypatch.setattr(owner_core, "RESUME_PATIENCE_S", 0.5)
     mesh.scheduler.workers = ["w1"]
     stream = await mesh.owner.open(job())
     await speak(mesh.first, await assigned(mesh.first), until=3)
@@ -208,9 +210,11 @@ async def test_frames_of_an_older_epoch_or_another_worker_are_ignored_and_stoppe
     await eventually(lambda: len(stream.tokens) == 2)
     await mesh.second.emit(request, 2, [0])
     await cancelled(mesh.second, "r1", epoch=0)
-    mesh.owner._resume(stream, "test")
+    await mesh.first.emit(request, 5, [0])  # tokens are missing, so it is resumed
     resumed = await assigned(mesh.first, 2)
+    told = len(mesh.first.controls)
     await mesh.first.emit(request, 2, [0])
+    await eventually(lambda: len(mesh.first.controls) > told)
     await cancelled(mesh.first, "r1", epoch=0)
     await speak(mesh.first, resumed)
     assert tokens_of(await read(stream)) == TOKENS
@@ -321,7 +325,7 @@ async def test_what_no_worker_can_ever_do_is_said_at_once_with_their_reason(mesh
         await worker.emit(await assigned(worker), 0, [], "error", error=WorkerFull(f"{worker.worker_id}: disk full").info())
     with pytest.raises(WorkerFull, match="w2: disk full"):
         await read(stream)
-    assert now_s() - began_s < owner.SET_BACK_S / 2
+    assert now_s() - began_s < owner_core.SET_BACK_S / 2
     assert [len(worker.assigned) for worker in mesh.workers] == [1, 1], "none was asked twice"
     assert mesh.owner.inflight == 0
 
