@@ -1,4 +1,4 @@
-"""Checks a request when it arrives at the worker; an error names the field and the reason.
+"""Checks a request when it arrives at the worker, and makes the engine's of it; an error names the field and the reason.
 
 The gateway checks its users' input before. Inside a worker this is the only check: core and engine rely on it.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from motet.policies.memory.kv_blocks import cache_scope
+from motet.services.worker.engines.request import EngineRequest
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from motet.shared.model import IMAGES_MAX, SamplingParams
 from motet.shared.wire.request import GenerateRequest, unpack_tokens
@@ -24,6 +26,33 @@ class Acceptable:
     max_lora_rank: int
     serves: frozenset[str] = frozenset()
     """The engine's capabilities."""
+    share_prefix_cache: bool = False
+    """Tenants share KV blocks of prompts for the base model."""
+
+
+def admit(request: GenerateRequest, acceptable: Acceptable, arrival_s: float) -> EngineRequest:
+    """The request as the engine gets it; its adapter comes later. Raises what `check` raises."""
+    prompt, output = check(request, acceptable)
+    shared = acceptable.share_prefix_cache and request.adapter is None
+    return EngineRequest(
+        request_id=request.request_id,
+        gateway_id=request.gateway_id,
+        prompt=prompt,
+        sampling=request.sampling,
+        arrival_s=arrival_s,
+        epoch=request.epoch,
+        output=output,
+        slo=request.slo,
+        predicted_tokens=request.predicted_tokens,
+        priority=request.priority,
+        cache_scope=cache_scope(request.tenant, request.cache_salt, shared=shared),
+        tenant=request.tenant,
+        tenant_weight=request.tenant_weight,
+        kv=request.kv,
+        losses=request.losses,
+        embedding=request.embedding,
+        images=request.images,
+    )
 
 
 def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], list[int]]:

@@ -25,24 +25,24 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from motet.policies.memory.kv_blocks import cache_scope
 from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.assemble import worker_core
 from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import Assign, CancelRequest, Close, OwnerLost, Pinned, Registered, Stepped, Tick
 from motet.policies.worker.worker_view import View
-from motet.services.worker import admission, metrics
+from motet.services.worker import admission
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
 from motet.services.worker.engines.protocol import EngineProtocol
 from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import CopyStats, EngineRequest, MergeStats, StepOutput
+from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.kv_transfer import KvTransfer
 from motet.services.worker.native.thread import EngineThread
+from motet.services.worker.observe import Observer
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
 from motet.shared import subjects
@@ -57,11 +57,12 @@ from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.malloc import uncollected
-from motet.shared.model import AdapterRef, AdapterVersion, PerfModel, RequestBrief
+from motet.shared.model import AdapterRef, AdapterVersion, PerfModel
 from motet.shared.profile import FileError, Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
 from motet.shared.wire.request import Accepted, Cancel, Control, Drain, GenerateRequest
+from motet.shared.wire.stream import StreamItem
 from motet.shared.wire.worker_state import Ping, Pong, WorkerNotice
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class WorkerService:
         link_bytes_per_s: float = 0.0,
     ) -> None:
         self.config = config
-        self._observe, self._link_bytes_per_s = observe, link_bytes_per_s
+        self._on_report, self._link_bytes_per_s = observe, link_bytes_per_s
         self._leave = leave or partial(signal.raise_signal, signal.SIGTERM)
         self.worker_id = config.process.identity("worker")
         self.incarnation = secrets.token_hex(8)
@@ -179,6 +180,7 @@ class WorkerService:
             max_model_len=limits.max_model_len,
             max_lora_rank=limits.max_lora_rank,
             serves=serves,
+            share_prefix_cache=config.kv.share_prefix_cache,
         )
         self.view = View(self.worker_id, self.incarnation, limits)
         self.reporter = StateReporter(bus, self.view, self._times)
@@ -191,7 +193,8 @@ class WorkerService:
             disk_bytes=config.adapters.disk_cache_mib * MIB,
             files=files.found,
         )
-        self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
+        self.observer = Observer(self.core, self._times)
+        self.shell = Shell(self.core, self.engine, self.frames, self.reporter, self.observer)
         self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.assembly.parse_adapter)
         self._exit.callback(self.shell.store.close)
         if self.engine.kv is not None and limits.kv_format:
@@ -301,7 +304,7 @@ class WorkerService:
                 await self.catalog.check(request.adapter)
             self._take(request)
         except MotetError as error:
-            metrics.REFUSED.labels(error.code).inc()
+            self.observer.refused(error.code)
             raise
         return Accepted(worker_id=self.worker_id)
 
@@ -310,44 +313,13 @@ class WorkerService:
 
     def _take(self, request: GenerateRequest) -> None:
         self.asked_s = now_s()
-        prompt, output = admission.check(request, self._acceptable)
+        taken = admission.admit(request, self._acceptable, self.asked_s)
         self._check_image_room(request)
-        adapter, slo = request.adapter, request.slo
-        brief = RequestBrief(
-            request_id=request.request_id,
-            epoch=request.epoch,
-            adapter_digest=adapter.digest if adapter else "",
-            rank=adapter.rank if adapter else 0,
-            prompt_tokens=len(prompt),
-            output_tokens=len(output),
-            predicted_tokens=request.predicted_tokens,
-            phase="waiting",
-            tpot_slo_ms=slo.tpot_slo_ms,
-            ttft_slo_ms=slo.ttft_slo_ms,
-            tenant=request.tenant,
-            tenant_weight=request.tenant_weight,
-        )
-        taken = EngineRequest(
-            request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            prompt=prompt,
-            sampling=request.sampling,
-            arrival_s=self.asked_s,
-            epoch=request.epoch,
-            output=output,
-            slo=slo,
-            predicted_tokens=request.predicted_tokens,
-            priority=request.priority,
-            cache_scope=self._cache_scope(request),
-            tenant=request.tenant,
-            tenant_weight=request.tenant_weight,
-            kv=request.kv,
-            losses=request.losses,
-            embedding=request.embedding,
-            images=request.images,
-        )
+        adapter, known = request.adapter, len(taken.prompt) + len(taken.output)
+        digest, rank = (adapter.digest, adapter.rank) if adapter is not None else ("", 0)
         if request.kv is not None and self.shell.travel is not None:
-            taken.kv_wait_s = self.shell.travel.wait_s(request.kv, len(prompt) + len(output), brief.rank)
+            taken.kv_wait_s = self.shell.travel.wait_s(request.kv, known, rank)
+        brief = taken.brief(digest, rank, len(taken.output), running=False)
         refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken, taken.kv_wait_s > 0))
         if refusal is None:
             return
@@ -366,14 +338,6 @@ class WorkerService:
             images = [*request.images, *(image for entry in self.core for image in entry.payload.images)]
             if sum(len(image.data) for image in images) > IMAGE_BYTES_MAX:
                 raise Overloaded(f"worker {self.worker_id} has no room for more images", retry_after_s=1.0)
-
-    def _cache_scope(self, request: GenerateRequest) -> bytes:
-        """The scope of the request's prefix cache.
-
-        Only with `--share-prefix-cache` do tenants share prefixes, and then only those of the base model.
-        """
-        shared = self.config.kv.share_prefix_cache and request.adapter is None
-        return cache_scope(request.tenant, request.cache_salt, shared=shared)
 
     def _cancel(self, request_id: str, epoch: int) -> None:
         self.shell.on(CancelRequest(request_id, epoch))
@@ -395,79 +359,25 @@ class WorkerService:
     # ---- what the engine did
 
     def _on_step(self, report: StepReport) -> None:
-        output = report.output
         self.shell.step = report.step
-        ended = [item for items in output.items.values() for item in items if item.finish is not None]
-        for item in ended:
-            if self.core.entry((item.request_id, item.epoch)) is not None:
-                metrics.FINISHED.labels(item.finish).inc()
-        merging = output.stats.merging
-        self.shell.on(
-            Stepped(
-                moved=output.changed,
-                ended=[(item.request_id, item.epoch) for item in ended],
-                device=[(change.digest, change.tier == "device") for change in output.residency],
-                free=(report.kv_blocks_free, report.adapter_bytes_free),
-                progress=[
-                    (item.request_id, item.index + len(item.tokens))
-                    for items in output.items.values()
-                    for item in items
-                    if item.finish is None
-                ],
-                merged=merging.merged if merging is not None else None,
-            )
-        )
-        for gateway_id, items in output.items.items():
-            self.frames.put(gateway_id, report.step, items)
-        self._measure(report, output)
+        items = [item for items in report.output.items.values() for item in items]
+        self.observer.ending(item for item in items if item.finish is not None)
+        self.shell.on(_stepped(report, items))
+        for gateway_id, its_items in report.output.items.items():
+            self.frames.put(gateway_id, report.step, its_items)
+        self.observer.stepped(report)
         if report.failures >= MAX_FAILURES and not self.unhealthy:
-            self.unhealthy = f"the engine failed {report.failures} steps in a row: {output.failure!r}"
+            self.unhealthy = f"the engine failed {report.failures} steps in a row: {report.output.failure!r}"
             log.error("giving up", extra={"reason": self.unhealthy})
             assert self.bus is not None
             self.shell.on(Close())
             self.bus.spawn(self._give_up())
-        self._observe(report)
+        self._on_report(report)
 
     async def _give_up(self) -> None:
         await self._stop_taking()
         await self._hand_back(WorkerLost(f"worker {self.worker_id}: {self.unhealthy}"))
         self._leave()
-
-    def _measure(self, report: StepReport, output: StepOutput) -> None:
-        stats, view = output.stats, self.view
-        if stats.time_ms and (stats.prefill_tokens or stats.decode_rows):
-            metrics.STEP_S.observe(stats.time_ms / 1000)
-            metrics.BATCH_ROWS.observe(stats.prefill_requests + stats.decode_rows)
-            metrics.TOKENS.labels("prefill").inc(stats.prefill_tokens)
-            metrics.TOKENS.labels("decode").inc(stats.decode_rows)
-            if output.failure is None:
-                self._times.observe(stats)
-                for kind, drift in self._times.drift.items():
-                    metrics.STEP_DRIFT.labels(kind).set(drift)
-        metrics.PREFIX_HIT_TOKENS.inc(stats.cached_tokens)
-        metrics.PREEMPTIONS.inc(stats.preempted)
-        metrics.REQUESTS.labels("running").set(stats.running)
-        metrics.REQUESTS.labels("waiting").set(stats.waiting)
-        metrics.REQUESTS.labels("loading").set(max(0, len(self.core) - stats.running - stats.waiting))
-        for start in stats.cold_starts:
-            metrics.COLD_STARTS.labels(*start).inc()
-        for mode, error_ms in stats.cold_errors_ms:
-            metrics.COLD_START_ERROR_S.labels(mode).observe(abs(error_ms) / 1000)
-        if stats.merge_s:
-            metrics.MERGE_S.inc(stats.merge_s)
-        if stats.merging is not None:
-            _measure_merging(stats.merging)
-            metrics.MERGED_SHARE.set(view.merged_share)
-        metrics.COPIES.set(stats.copies.under_way if stats.copies is not None else 0)
-        if stats.copies is not None:
-            _measure_copies(stats.copies)
-        for change in output.residency:
-            if change.tier is None:
-                metrics.ADAPTER_EVICTIONS.labels("device").inc()
-            elif change.took_s:
-                metrics.LORA_LOAD_S.labels("activate").observe(change.took_s)
-        metrics.ADAPTERS_RESIDENT.labels("device").set(self.core.on_device)
-        metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_most)
 
     def _on_control(self, message: Control) -> None:
         match message:
@@ -479,22 +389,17 @@ class WorkerService:
                 self._leave()
 
 
-def _measure_merging(stats: MergeStats) -> None:
-    metrics.MERGED_STEPS.inc(bool(stats.merged))
-    metrics.MERGE_SWITCHES.inc(stats.switched)
-    metrics.MERGED_BYTES.set(stats.bytes)
-    metrics.RESTING.set(stats.resting)
-    metrics.LORA_SHARE.set(stats.lora_share)
-
-
-def _measure_copies(copies: CopyStats) -> None:
-    metrics.LINK_BYTES.inc(copies.link_bytes)
-    metrics.LINK_BYTES_PER_S.set(copies.bytes_per_s)
-    metrics.ASSIST_PROCESSES.set(copies.processes)
-    for where, rows in copies.rows.items():
-        metrics.ASSIST_ROWS.labels(where).inc(rows)
-    for reason, count in copies.failures.items():
-        metrics.ASSIST_FAILURES.labels(reason).inc(count)
+def _stepped(report: StepReport, items: Sequence[StreamItem]) -> Stepped:
+    """The core's event for a report of the engine, which has these items."""
+    output, merging = report.output, report.output.stats.merging
+    return Stepped(
+        moved=output.changed,
+        ended=[(item.request_id, item.epoch) for item in items if item.finish is not None],
+        device=[(change.digest, change.tier == "device") for change in output.residency],
+        free=(report.kv_blocks_free, report.adapter_bytes_free),
+        progress=[(item.request_id, item.index + len(item.tokens)) for item in items if item.finish is None],
+        merged=merging.merged if merging is not None else None,
+    )
 
 
 def _notes(model_dir: Path) -> list[str]:
