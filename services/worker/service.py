@@ -6,22 +6,21 @@
        └─ answered at once, before any of the slow parts
 
 `policies.worker.worker_core` decides about each request and `shell.py` carries it out; this file turns messages into events and
-implements the process's life cycle. Everything here runs on the event loop. torch is imported in the engine's thread, after
-everything that can be checked without it.
+implements the process's life cycle. Everything here runs on the event loop. It knows engines by their protocol only:
+`engines/opening.py` opens the one that is configured, which imports torch after everything that can be checked without it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import resource
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
@@ -35,13 +34,12 @@ from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
-from motet.services.worker.engines.protocol import EngineProtocol
+from motet.services.worker.engines.opening import Opened, Wiring, open_engine
 from motet.services.worker.engines.report import StepReport
 from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.kv_transfer import KvTransfer
-from motet.services.worker.native.thread import EngineThread
 from motet.services.worker.observe import Observer
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
@@ -56,7 +54,6 @@ from motet.shared.generation_config import notes
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
-from motet.shared.malloc import uncollected
 from motet.shared.model import AdapterRef, AdapterVersion, PerfModel
 from motet.shared.profile import FileError, Profile, read_profile
 from motet.shared.service import run
@@ -64,11 +61,6 @@ from motet.shared.telemetry import logger
 from motet.shared.wire.request import Accepted, Cancel, Control, Drain, GenerateRequest
 from motet.shared.wire.stream import StreamItem
 from motet.shared.wire.worker_state import Ping, Pong, WorkerNotice
-
-if TYPE_CHECKING:
-    from motet.services.worker.native.assemble import Assembly
-    from motet.services.worker.native.engine import Engine
-    from motet.services.worker.vllm_engine.assemble import VllmAssembly
 
 log = logger("motet.worker")
 IMAGE_BYTES_MAX = 256 << 20  # of all requests here
@@ -101,9 +93,7 @@ class WorkerService:
         self._leave = leave or partial(signal.raise_signal, signal.SIGTERM)
         self.worker_id = config.process.identity("worker")
         self.incarnation = secrets.token_hex(8)
-        self.engine: EngineProtocol = EngineThread(self._build, self._on_step)
         self.unhealthy = ""
-        self.assembly: Assembly | VllmAssembly
         self._times = StepTimes(_profiled(config))
         self.asked_s = 0.0
         """When the last assignment came."""
@@ -114,36 +104,17 @@ class WorkerService:
 
     # ---- life
 
-    def _build(self) -> Engine:
-        """Build the engine. Runs in the engine's thread."""
-        # OpenMP threads spin at barriers unless told not to before torch is loaded. Beside a gateway, or anything else,
-        # on the same cores a spinning thread waits for one that cannot run: steps were six to ten times longer.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        with uncollected():
-            from motet.services.worker.native.assemble import assemble
-
-        made = assemble(
-            self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s, loaded=self._on_loaded
-        )
-        self.assembly = made
-        return made.engine
-
-    def _on_loaded(self, share: float) -> None:
-        self._loaded = share
-
     async def start(self) -> None:
         """Load the model, then announce the worker. A failure is announced too."""
         try:
             self._model_dir = await asyncio.to_thread(resolve_model, self.config.base.model)
             for note in _notes(self._model_dir):
                 log.warning(note)
-            if self.config.engine.engine == "vllm":
-                from motet.services.worker.vllm_engine.assemble import make_engine
-
-                self.engine = make_engine(self.config, self._model_dir, self._on_step)
+            wiring = Wiring(self._on_step, self._times, loaded=self._on_loaded, link_bytes_per_s=self._link_bytes_per_s)
+            opened = open_engine(self.config, self._model_dir, wiring)
             bus = await self._connect()
             await self._notify("starting")
-            await self._start(bus)
+            await self._start(bus, opened)
         except Exception as error:
             with contextlib.suppress(MotetError):
                 if self.bus is None and isinstance(error, ConfigError):
@@ -151,32 +122,34 @@ class WorkerService:
                 await self._notify("failed", str(error) if isinstance(error, MotetError | ConfigError) else repr(error))
             raise
 
+    def _on_loaded(self, share: float) -> None:
+        self._loaded = share
+
     async def _connect(self) -> Bus:
         self.bus = bus = await Bus.connect(self.config.bus, f"worker-{self.worker_id}", inbox="worker")
         self._exit.push_async_callback(bus.close)
         return bus
 
-    async def _start(self, bus: Bus) -> None:
-        config = self.config
+    async def _start(self, bus: Bus, opened: Opened) -> None:
+        config, self.engine = self.config, opened.engine
         self._exit.push_async_callback(self.engine.stop)
         _, tensors, digest = await asyncio.gather(
             self.engine.start(),
             asyncio.to_thread(base_tensors, self._model_dir),
             asyncio.to_thread(checkpoint_digest, self._model_dir),
         )
-        if config.engine.engine == "vllm":
-            from motet.services.worker.vllm_engine.assemble import VllmEngine, assembly_of
-
-            assert isinstance(self.engine, VllmEngine), "it was made a moment ago"
-            self.assembly = assembly_of(config, self.engine)
-        serves = self.engine.serves
+        self.facts, serves = opened.facts(), self.engine.serves
         limits = msgspec.structs.replace(
-            self.assembly.limits, capabilities=tuple(sorted(serves)), base_digest=digest, base_tensors=tensors
+            self.facts.limits,
+            engine=config.engine.engine,
+            capabilities=tuple(sorted(serves)),
+            base_digest=digest,
+            base_tensors=tensors,
         )
         self._acceptable = admission.Acceptable(
             base_model=limits.base_model,
-            vocab_size=self.assembly.vocab_size,
-            eos_token_ids=self.assembly.eos_token_ids,
+            vocab_size=self.facts.vocab_size,
+            eos_token_ids=self.facts.eos_token_ids,
             max_model_len=limits.max_model_len,
             max_lora_rank=limits.max_lora_rank,
             serves=serves,
@@ -195,7 +168,7 @@ class WorkerService:
         )
         self.observer = Observer(self.core, self._times)
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter, self.observer)
-        self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.assembly.parse_adapter)
+        self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.facts.parse_adapter)
         self._exit.callback(self.shell.store.close)
         if self.engine.kv is not None and limits.kv_format:
             self.shell.travel = KvTransfer(bus, self.worker_id, self.engine.kv, limits, self._times)
@@ -234,7 +207,7 @@ class WorkerService:
             reasons.append(self.unhealthy)
         elif self._draining:
             reasons.append("draining")
-        if (busy_s := self.engine.busy_s()) > STALLED_S:
+        if self._started and (busy_s := self.engine.busy_s()) > STALLED_S:
             reasons.append(f"the engine has been in one step for {busy_s:.0f} s")
         return reasons
 
