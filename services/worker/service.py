@@ -69,6 +69,7 @@ STALLED_S = 60.0  # one step longer than this makes the worker not ready
 HAND_BACK_S = 3.0
 NOTIFY_S = 1.0
 TICK_S = 0.5
+CHECK_S = 10.0  # between two checks of the ledgers of an idle worker
 LAST_WORDS = 500  # characters
 
 
@@ -94,6 +95,7 @@ class WorkerService:
         self.worker_id = config.process.identity("worker")
         self.incarnation = secrets.token_hex(8)
         self.unhealthy = ""
+        """Why this worker ends before it is told to; "" if it does not."""
         self._times = StepTimes(_profiled(config))
         self.asked_s = 0.0
         """When the last assignment came."""
@@ -185,6 +187,7 @@ class WorkerService:
         self._started = True
         self.reporter.start()
         bus.spawn(self._tick())
+        bus.spawn(self._check_when_idle())
         log.info(
             "serving",
             extra={
@@ -339,18 +342,37 @@ class WorkerService:
         for gateway_id, its_items in report.output.items.items():
             self.frames.put(gateway_id, report.step, its_items)
         self.observer.stepped(report)
-        if report.failures >= MAX_FAILURES and not self.unhealthy:
-            self.unhealthy = f"the engine failed {report.failures} steps in a row: {report.output.failure!r}"
-            log.error("giving up", extra={"reason": self.unhealthy})
-            assert self.bus is not None
-            self.shell.on(Close())
-            self.bus.spawn(self._give_up())
+        if report.failures >= MAX_FAILURES:
+            self._give_up(f"the engine failed {report.failures} steps in a row: {report.output.failure!r}")
         self._on_report(report)
 
-    async def _give_up(self) -> None:
-        await self._stop_taking()
-        await self._hand_back(WorkerLost(f"worker {self.worker_id}: {self.unhealthy}"))
-        self._leave()
+    async def _check_when_idle(self) -> None:
+        """Check every `CHECK_S` without a request that the ledgers add up. If they do not, what is here cannot be trusted."""
+        while not self.unhealthy:
+            await asyncio.sleep(CHECK_S)
+            if self.shell.idle.is_set():
+                try:
+                    self.core.check()
+                    await self.engine.check()
+                except Exception as error:
+                    self._give_up(f"the worker's ledgers do not add up: {error!r}")
+
+    def _give_up(self, reason: str) -> None:
+        """End the worker because of this. Its requests continue elsewhere."""
+        if self.unhealthy:
+            return
+        self.unhealthy = reason
+        log.error("giving up", extra={"reason": reason})
+        assert self.bus is not None, "it has started"
+        self.shell.on(Close())
+        self.bus.spawn(self._leave_unhealthy())
+
+    async def _leave_unhealthy(self) -> None:
+        try:
+            await self._stop_taking()
+            await self._hand_back(WorkerLost(f"worker {self.worker_id}: {self.unhealthy}"))
+        finally:
+            self._leave()
 
     def _on_control(self, message: Control) -> None:
         match message:
