@@ -50,6 +50,7 @@ test: $(DEV_STAMP) ## the test suite, in two processes per core
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "not bench" $(ARGS)
 
 chaos: $(DEV_STAMP) ## kill, freeze and cut off every process of a mesh under load; no answer may be lost or repeated
+	@$(BIN)/python -m tests.chaos --virtual
 	@$(BIN)/python -m tests.chaos.disk
 	@$(BIN)/python -m tests.chaos $(ARGS)
 

@@ -141,7 +141,8 @@ class _Run(msgspec.Struct, eq=False):
 class Worker:
     """One engine in one cluster. `adapters`: all adapters of the workload, by digest.
 
-    `on_change` is called when there is news for schedulers, `on_end` when a request has ended.
+    `on_change` is called when there is news for schedulers, `on_end` when a request has ended, and `on_tokens` after each step
+    with the requests that have drawn a token; then no two steps are made in one go.
     """
 
     max_run = FOREVER  # steps advanced in one go; 1 simulates every step
@@ -156,10 +157,17 @@ class Worker:
         *,
         on_change: Callable[[Worker], None],
         on_end: Callable[[Worker, Live], None],
+        on_tokens: Callable[[Worker, list[Live]], None] | None = None,
+        incarnation: str = "",
     ) -> None:
         limits = spec.limits
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
+        self._on_tokens = on_tokens
+        if on_tokens is not None:
+            self.max_run = 1
+        self.dead = False
+        """Killed: nothing that was under way has an effect."""
         options, link = spec.options, spec.link
         self._copies = Copies(link, spec.perf) if link is not None else None
         self.batches: BatchCore[Live] = batch_core(
@@ -183,7 +191,7 @@ class Worker:
         if self.batches.boundary is not None:
             self.batches.boundary.costs.perf = spec.perf
         self.state = self.batches.state
-        self.view = View(self.worker_id, "", limits)
+        self.view = View(self.worker_id, incarnation, limits)
         self.core: WorkerCore[Live] = worker_core(
             self.view, options, host_bytes=spec.storage.host_bytes, disk_bytes=spec.storage.disk_bytes
         )
@@ -250,6 +258,10 @@ class Worker:
         if not self._ticks:
             self._tick()
 
+    def cancel(self, request_id: str, epoch: int) -> None:
+        """Stop a request of this epoch or an older one; an unknown one is ignored."""
+        self._perform(self.core.on(CancelRequest(request_id, epoch), self._events.now_s))
+
     def give(self, request_id: str, then: Callable[[Live], None]) -> None:
         """Hand a request over, after the present step if it is in the engine.
 
@@ -269,6 +281,21 @@ class Worker:
             if isinstance(action, Answer):  # it was still waiting for its adapter
                 then(action.entry.payload)
 
+    def _stop_one(self, stop: Stop) -> None:
+        """The core wants a request out of the engine; it leaves after the present step."""
+        for live in (*self.state.running, *self.state.waiting):
+            brief = live.brief
+            if (
+                brief.request_id == stop.request_id
+                and brief.epoch <= stop.epoch
+                and live not in [one for one, _ in self._leaving]
+            ):
+                self._leaving.append((live, lambda live: None))
+        if self._run is None:
+            self._hand_over()
+        else:
+            self._shorten(self._run)
+
     def _hand_over(self) -> None:
         """Requests leave the engine between two steps."""
         leaving, self._leaving = self._leaving, []
@@ -278,7 +305,7 @@ class Worker:
             if live.decoding:
                 live.last_token_ps = self._events.now_ps
             self.batches.end(live)
-            self.core.on(Stepped(ended=[(live.brief.request_id, live.brief.epoch)]), self._events.now_s)
+            self._tell_core(Stepped(ended=[(live.brief.request_id, live.brief.epoch)]))
             then(live)
         self._note_free()
 
@@ -289,10 +316,12 @@ class Worker:
                 continue
             if self._copies is not None:
                 self.batches.slots.arrived(digest)
-            self.core.on(Stepped(device=[(digest, True)]), self._events.now_s)
+            self._tell_core(Stepped(device=[(digest, True)]))
 
     def _perform(self, actions: list[Action[Live]]) -> None:
         """Carry out the core's actions: requests go to the batches and loads to their links. Nothing else takes time."""
+        if self.dead:
+            return
         if self.view.changed:
             self._on_change(self)
         started = False
@@ -306,6 +335,8 @@ class Worker:
                 self.storage.load(action)
             elif isinstance(action, CopyIn):
                 self._coming.append(action)
+            elif isinstance(action, Stop):
+                self._stop_one(action)
             elif isinstance(action, PinAdapters):
                 self.batches.slots.pinned = action.digests
         if self._coming and not started:
@@ -318,6 +349,14 @@ class Worker:
                 self._begin()
             else:
                 self._shorten(self._run)
+
+    def _tell_core(self, stepped: Stepped) -> None:
+        """Report something between two steps. Nothing starts because of it, but room for a load may have come free."""
+        for action in self.core.on(stepped, self._events.now_s):
+            if isinstance(action, Load):
+                self.storage.load(action)
+            elif isinstance(action, CopyIn):
+                self._coming.append(action)
 
     def _fetch(self, entry: Entry[Live]) -> None:
         """Begin to fetch the KV blocks of a moved request."""
@@ -371,7 +410,7 @@ class Worker:
 
     def _begin(self) -> None:
         """Decide the next step, or a run of equal steps, and schedule its end."""
-        if not self.core.book and not self._coming:
+        if self.dead or (not self.core.book and not self._coming):
             return
         now_ps = self._events.now_ps
         copies = self._copies
@@ -430,7 +469,7 @@ class Worker:
         """Take in the copies that have ended by now."""
         copies.link.advance(self._events.now_ps)
         if arrived := self.batches.look(copies):
-            self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
+            self._tell_core(Stepped(device=[(digest, True) for digest in arrived]))
 
     def _bring(self, copies: Copies | None) -> None:
         """Begin the copies that no request has asked for yet: of pinned adapters, and of those that may be requested soon."""
@@ -451,7 +490,7 @@ class Worker:
                 changes.append((digest, True))
                 self._brought.append(size_bytes)
             if changes:
-                self.core.on(Stepped(device=changes), self._events.now_s)
+                self._tell_core(Stepped(device=changes))
             self._metrics.foreseen += over is not None
         if self.batches.boundary is not None:
             self.batches.boundary.settle()
@@ -496,7 +535,7 @@ class Worker:
         for live, _ in plan.prefetched:
             if self._copies is not None:
                 self._copies.link.begin(live.adapter, live.adapter_bytes, now_ps)
-        self.core.on(Stepped(moved, device=device), self._events.now_s)
+        self._tell_core(Stepped(moved, device=device))
         metrics.prefetches += len(plan.prefetched)
         metrics.preemptions += len(plan.preempted)
         metrics.admissions += len(plan.admitted)
@@ -597,14 +636,17 @@ class Worker:
     def _stop(self, serial: int) -> None:
         """The run is over: draw tokens, end sequences, and begin the next step."""
         run = self._run
-        if run is None or run.serial != serial:
+        if run is None or run.serial != serial or self.dead:
             return  # it was shortened
         now_ps = self._events.now_ps
         plan = run.plan
         if plan.prefills:
-            self._draw(run, now_ps)
+            drew = self._draw(run, now_ps)
         else:
+            drew = plan.decodes
             self._book(run, run.steps)
+        if self._on_tokens is not None:
+            self._on_tokens(self, drew)
         ended = [live for live in plan.decodes if live.length >= live.end_length] if run.left == run.steps else []
         if plan.prefills:
             ended += [live for live in plan.prefills if live.length >= live.end_length]
@@ -621,12 +663,13 @@ class Worker:
         if self.view.changed:
             self._on_change(self)
 
-    def _draw(self, run: _Run, now_ps: int) -> None:
-        """Book a step with prefill chunks."""
+    def _draw(self, run: _Run, now_ps: int) -> list[Live]:
+        """Book a step with prefill chunks. Returns the requests that have drawn a token."""
         plan, metrics = run.plan, self._metrics
         if self._modes is not None:
             self._ran(run, 1, self._modes)
-        for live in advance(plan):
+        drew = advance(plan)
+        for live in drew:
             live.length += 1
         if plan.decodes:
             metrics.gaps(run.first_ps, 0, 1, len(plan.decodes))
@@ -640,6 +683,7 @@ class Worker:
                 metrics.gaps(now_ps - live.last_token_ps, 0, 1, 1)
             live.last_token_ps = now_ps
         self.busy_ps += run.first_ps
+        return drew
 
     # ---- what schedulers hear
 
@@ -662,7 +706,7 @@ class Worker:
         if self._run is None:
             self._note_free()
         progress = [(live.brief.request_id, live.length - live.brief.prompt_tokens) for live in self.state.running]
-        self.core.on(Stepped(free=self._free, progress=progress), self._events.now_s)
+        self._tell_core(Stepped(free=self._free, progress=progress))
 
 
 def _content(request: Request, length: int) -> array[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from motet.services.worker.config import EngineName
 from motet.services.worker.engines.model_config import quantization_of, read_model_config
 from motet.services.worker.engines.safetensors_files import files_of, opened
 from motet.services.worker.native.checkpoint import check_files
@@ -17,15 +18,16 @@ from motet.shared.hf_config import LENGTH_MAX, UnsupportedModel, read_config, si
 def preflight(
     model_dir: Path,
     *,
-    engine: Literal["native", "vllm"] = "native",
+    engine: EngineName = "native",
     load_format: Literal["auto", "dummy"] = "auto",
     quantization: str = "none",
 ) -> list[str]:
     """Check config.json, generation_config.json, the tokenizer's file and the headers of the safetensors files.
 
-    With the engine "vllm" only what gateway and registry read is checked, and that safetensors files are readable: vLLM knows
-    more architectures and formats. Returns notes for people, such as two spellings of a field that disagree. Raises ConfigError
-    with the file, the field or tensor, and the reason, in one line. The arguments are options of `motet worker`.
+    For other engines than the native one only what gateway and registry read is checked, and that safetensors files are
+    readable: vLLM knows more architectures and formats. Returns notes for people, such as two spellings of a field that
+    disagree. Raises ConfigError with the file, the field or tensor, and the reason, in one line. The arguments are options of
+    `motet worker`.
     """
     try:
         size_in(read_config(model_dir), "max_position_embeddings", most=LENGTH_MAX)
@@ -33,13 +35,13 @@ def preflight(
         generation_defaults(read_generation_config(model_dir))
         if not (model_dir / "tokenizer.json").is_file():
             raise UnsupportedModel(f"{model_dir} has no tokenizer.json (convert the tokenizer to the fast format first)")
-        if engine == "vllm":
-            _check_readable(model_dir)
-        else:
+        if engine == "native":
             model = read_model_config(model_dir)
             quantization_of(quantization, model)
             if load_format == "auto":
                 check_files(model_dir, model)
+        else:
+            _check_readable(model_dir)
         return notes(model_dir)
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None

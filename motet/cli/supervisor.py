@@ -33,6 +33,7 @@ START_ATTEMPTS = 3
 CONFIG_ERROR_EXIT = 2  # a service that says so will not change its mind
 HURRY_S = 2.0
 UNREADY_S = 0.5
+KERNELS_HINT = " (if it is the compiled CPU kernels, MOTET_CPU_ISA=avx2 or portable avoids newer instructions)"
 MARGIN_S = 5.0  # a service ends its own drain; this is for the rest of its shutdown
 
 
@@ -151,7 +152,7 @@ class Supervisor:
             return str(error)
         while reasons := await successor.not_ready():
             if successor.exit_code() is not None:
-                return _how(successor.exit_code())
+                return _how(successor)
             if now_s() > deadline_s:
                 return ", ".join(reasons)
             await asyncio.sleep(READY_POLL_S)
@@ -202,7 +203,7 @@ class Supervisor:
             await asyncio.sleep(READY_POLL_S)
         while child.exit_code() is None:  # noqa: ASYNC110 - processes have no event to wait for everywhere
             await asyncio.sleep(POLL_S)
-        return _how(child.exit_code())
+        return _how(child)
 
     def hurry(self) -> None:
         """Shorten the drain: children get a second signal and two seconds."""
@@ -247,7 +248,7 @@ class Supervisor:
                     child.signal(signal.SIGKILL)
             for child in [child for child in running if not _running(child)]:
                 running.remove(child)
-                self._watcher.changed(child.name, "stopped", _how(child.exit_code()))
+                self._watcher.changed(child.name, "stopped", _how(child))
             await asyncio.sleep(POLL_S)
 
 
@@ -255,10 +256,12 @@ def _running(child: Child) -> bool:
     return child.pid != 0 and child.exit_code() is None
 
 
-def _how(code: int | None) -> str:
-    if code is None or code == 0:
-        return "ended"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+def _how(child: Child) -> str:
+    code = child.exit_code()
+    if code is None or code >= 0:
+        return f"exit status {code}" if code else "ended"
+    kernels = child.name.startswith("worker") and -code in (signal.SIGILL, signal.SIGSEGV)
+    return f"killed by {signal.Signals(-code).name}" + (KERNELS_HINT if kernels else "")
 
 
 def _why(child: Child, ended: str) -> str:

@@ -217,19 +217,26 @@ class KvBlocks:
         return list(moves.items())
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert that every block is in exactly one place and has as many users as `holders` (block lists) say."""
+        """Assert that every block is in exactly one place and has as many users as `holders` (block lists) say.
+
+        A worker does so between two requests, so whole lists are compared instead of blocks.
+        """
         users = [0] * self.capacity
         for blocks in holders:
             assert len(set(blocks)) == len(blocks), f"a sequence holds a block twice: {blocks}"
             for block in blocks:
                 users[block] += 1
         assert users == self._users, "reference counts differ from the holders' block lists"
-        unused = sorted([*self._blank, *self._idle])
-        assert unused == [block for block in range(self.total) if not users[block]], "free lists differ from unused blocks"
-        assert all(self._key_of[block] is None for block in self._blank), "a blank block has a key"
-        assert all(self._key_of[block] is not None for block in self._idle), "an idle block has no key"
-        keyed = {key: block for block, key in enumerate(self._key_of) if key is not None}
-        assert keyed == self._block_of, "keys and blocks disagree"
+        key_of, block_of, unused = self._key_of, self._block_of, [*self._blank, *self._idle]
+        blank = len(self._blank)
+        assert max(unused, default=0) < self.total, "a free block is beyond the cache"
+        assert len(set(unused)) == len(unused), "a block is in the free lists twice"
+        assert len(unused) == users[: self.total].count(0), "a block is neither free nor held"
+        assert not any(map(users.__getitem__, unused)), "a block with users is in the free lists"
+        assert not any(map(key_of.__getitem__, unused[:blank])), "a blank block has a key"
+        assert all(map(key_of.__getitem__, unused[blank:])), "an idle block has no key"
+        assert len(list(filter(None, key_of))) == len(block_of), "a block has a key under which it is not found"
+        assert list(map(key_of.__getitem__, block_of.values())) == list(block_of), "keys and blocks disagree"
 
     def _evict(self) -> int:
         """The least recently released cached block. It loses its key."""

@@ -21,7 +21,7 @@ from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.memory.kv_travel import HeldBlocks
 from motet.policies.memory.ledger import Budget, device_budget
 from motet.policies.step.batch_admission import AdmissionLimits, BatchAdmission, Queues
-from motet.policies.step.batch_state import AdmissionState, S, StepPlan, remove, turn, wait
+from motet.policies.step.batch_state import AdmissionState, S, StepPlan, remove, slot_users, turn, wait
 from motet.policies.step.cold_start import AssistRates, ColdStarts
 from motet.policies.step.merge_decision import Merging, Modes
 from motet.policies.step.merged_copy import MergedCopy, SpareMemory
@@ -283,11 +283,7 @@ class BatchCore(Generic[S]):
         """Assert that blocks, slots and bytes add up (tests, and idle moments)."""
         state = self.state
         state.kv.check(self._block_lists())
-        users: dict[str, int] = {}
-        for seq in (*state.waiting, *state.running):
-            if seq.slot >= 0:
-                users[seq.adapter] = users.get(seq.adapter, 0) + 1
-        state.adapters.check(users)
+        state.adapters.check(slot_users(state))
         self.memory.check()
         if self.boundary is not None:
             self.boundary.check()

@@ -264,6 +264,15 @@ def give_back_slot(state: AdmissionState[S], seq: S) -> None:
         seq.slot = -1
 
 
+def slot_users(state: AdmissionState[S]) -> dict[str, int]:
+    """The number of sequences that hold each adapter's slot."""
+    users: dict[str, int] = {}
+    for seq in (*state.waiting, *state.running):
+        if seq.slot >= 0:
+            users[seq.adapter] = users.get(seq.adapter, 0) + 1
+    return users
+
+
 def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
     """Give keys to the blocks that are full once tokens [0, end) are computed.
 

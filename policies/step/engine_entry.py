@@ -32,7 +32,7 @@ import msgspec
 from motet.policies.memory.adapter_slots import AdapterSlots, Grant
 from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.step.batch_admission import Queues
-from motet.policies.step.batch_state import AdmissionState, Sequence, give_back_slot, wait
+from motet.policies.step.batch_state import AdmissionState, Sequence, give_back_slot, slot_users, wait
 
 WINDOW = 128
 """Maximum waiting requests that a decision examines."""
@@ -226,3 +226,11 @@ class EngineEntry(Generic[E]):
         for digest in gone:
             self.slots.drop(digest)
         return gone
+
+    def check(self) -> None:
+        """Assert that seats and slots add up (tests, and idle moments)."""
+        state, slots = self.state, self.slots
+        assert len(state.running) <= self.limits.seats, "more requests than seats"
+        assert all(not seq.adapter or seq.slot >= 0 for seq in state.running), "a request runs without its adapter"
+        assert not any(seq.adapter in slots.loading for seq in state.running), "a request runs before its adapter has come"
+        slots.check(slot_users(state))

@@ -1,4 +1,4 @@
-"""Checks a request when it arrives at the worker; an error names the field and the reason.
+"""Checks a request when it arrives at the worker, and makes the engine's of it; an error names the field and the reason.
 
 The gateway checks its users' input before. Inside a worker this is the only check: core and engine rely on it.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from motet.policies.memory.kv_blocks import cache_scope
+from motet.services.worker.engines.request import EngineRequest
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from motet.shared.model import IMAGES_MAX, SamplingParams
 from motet.shared.wire.request import TOKEN_BYTES, GenerateRequest, token_array
@@ -24,6 +26,16 @@ class Acceptable:
     max_lora_rank: int
     serves: frozenset[str] = frozenset()
     """The engine's capabilities."""
+    share_prefix_cache: bool = False
+    """Tenants share KV blocks of prompts for the base model."""
+
+
+def admit(request: GenerateRequest, acceptable: Acceptable, arrival_s: float) -> EngineRequest:
+    """The request as the engine gets it; the weights of its adapter come later. Raises what `check` raises."""
+    check(request, acceptable)
+    shared = acceptable.share_prefix_cache and request.adapter is None
+    scope = cache_scope(request.tenant, request.cache_salt, shared=shared)
+    return EngineRequest.of(request, arrival_s=arrival_s, cache_scope=scope)
 
 
 def check(request: GenerateRequest, acceptable: Acceptable) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
@@ -22,6 +22,18 @@ from motet.shared.config import (
 )
 from motet.shared.worker_options import EvictionName, QueuesName, WorkerOptions
 
+ENGINES: dict[str, str] = {
+    "native": "motet.services.worker.native.opening:open_native",
+    "vllm": "motet.services.worker.vllm_engine.opening:open_vllm",
+}
+"""The engines by the names that `--engine` takes, each with the function that opens it (`engines.opening.OpenEngine`).
+
+The functions are named, not imported, so that a worker imports the engine that it runs and no other.
+"""
+if TYPE_CHECKING:
+    EngineName = str
+else:  # a type checker wants the names written out
+    EngineName = Literal[tuple(ENGINES)]
 GIB = 1 << 30
 MIB = 1 << 20
 CPU_KV_GIB = 1.0
@@ -34,7 +46,7 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     """How the model is held and computed."""
 
     engine: Annotated[
-        Literal["native", "vllm"],
+        EngineName,
         Meta(description="what runs the model: native (Motet's own engine) or vllm (where vLLM is installed)", extra=COMMON),
     ] = "native"
     engine_args: Annotated[

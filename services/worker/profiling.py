@@ -183,7 +183,7 @@ class _Observed:
 
     @property
     def vocab_size(self) -> int:
-        return self.service.assembly.vocab_size
+        return self.service.facts.vocab_size
 
     @property
     def is_idle(self) -> bool:
@@ -203,7 +203,7 @@ class _Observed:
         """Load the adapters into host memory, one after another. Returns the milliseconds of each."""
         loads = _Loads()
         assert self.service.bus is not None, "the worker has started"
-        store = AdapterLoader(self.service.bus, AdapterFiles(directory), loads, parse=self.service.assembly.parse_adapter)
+        store = AdapterLoader(self.service.bus, AdapterFiles(directory), loads, parse=self.service.facts.parse_adapter)
         times: list[float] = []
         for adapter in adapters:
             began_s = now_s()
@@ -257,7 +257,7 @@ class _Profiler:
         room = self._limits.adapter_bytes_total // 2
         for rank in ranks:
             first = await self._publish(rank, 0)
-            takes = self._worker.service.assembly.slot_bytes or first.size_bytes
+            takes = self._worker.service.facts.slot_bytes or first.size_bytes
             count = min(ADAPTERS_PER_RANK, room // len(ranks) // takes)  # so that all of them stay loaded
             if takes <= room:
                 self._adapters[rank] = [first, *[await self._publish(rank, number) for number in range(1, count)]]

@@ -6,44 +6,43 @@
        └─ answered at once, before any of the slow parts
 
 `policies.worker.worker_core` decides about each request and `shell.py` carries it out; this file turns messages into events and
-implements the process's life cycle. Everything here runs on the event loop. torch is imported in the engine's thread, after
-everything that can be checked without it.
+implements the process's life cycle. Everything here runs on the event loop. It knows engines by their protocol only:
+`engines/opening.py` opens the one that is configured, which imports torch after everything that can be checked without it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import resource
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from motet.policies.cluster.describe import brief_of
-from motet.policies.memory.kv_blocks import cache_scope
 from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.assemble import worker_core
 from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import Assign, CancelRequest, Close, OwnerLost, Pinned, Registered, Stepped, Tick
 from motet.policies.worker.worker_view import View
-from motet.services.worker import admission, metrics
+from motet.services.worker import admission
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
-from motet.services.worker.engines.protocol import EngineProtocol
+from motet.services.worker.engines.opening import Opened, Wiring, open_engine
 from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import CopyStats, EngineRequest, MergeStats, StepOutput
+from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.kv_transfer import KvTransfer
-from motet.services.worker.native.thread import EngineThread
+from motet.services.worker.observe import Observer
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
 from motet.shared import subjects
@@ -57,18 +56,13 @@ from motet.shared.generation_config import notes
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
-from motet.shared.malloc import uncollected
 from motet.shared.model import AdapterRef, AdapterVersion, PerfModel
 from motet.shared.profile import FileError, Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
 from motet.shared.wire.request import Accepted, Cancel, Control, Drain, GenerateRequest
+from motet.shared.wire.stream import StreamItem
 from motet.shared.wire.worker_state import Ping, Pong, WorkerNotice
-
-if TYPE_CHECKING:
-    from motet.services.worker.native.assemble import Assembly
-    from motet.services.worker.native.engine import Engine
-    from motet.services.worker.vllm_engine.assemble import VllmAssembly
 
 log = logger("motet.worker")
 IMAGE_BYTES_MAX = 256 << 20  # of all requests here
@@ -77,6 +71,7 @@ STALLED_S = 60.0  # one step longer than this makes the worker not ready
 HAND_BACK_S = 3.0
 NOTIFY_S = 1.0
 TICK_S = 0.5
+CHECK_S = 10.0  # between two checks of the ledgers of an idle worker
 LAST_WORDS = 500  # characters
 
 
@@ -97,13 +92,12 @@ class WorkerService:
         link_bytes_per_s: float = 0.0,
     ) -> None:
         self.config = config
-        self._observe, self._link_bytes_per_s = observe, link_bytes_per_s
+        self._on_report, self._link_bytes_per_s = observe, link_bytes_per_s
         self._leave = leave or partial(signal.raise_signal, signal.SIGTERM)
         self.worker_id = config.process.identity("worker")
         self.incarnation = secrets.token_hex(8)
-        self.engine: EngineProtocol = EngineThread(self._build, self._on_step)
         self.unhealthy = ""
-        self.assembly: Assembly | VllmAssembly
+        """Why this worker ends before it is told to; "" if it does not."""
         self._times = StepTimes(_profiled(config))
         self.asked_s = 0.0
         """When the last assignment came."""
@@ -114,36 +108,17 @@ class WorkerService:
 
     # ---- life
 
-    def _build(self) -> Engine:
-        """Build the engine. Runs in the engine's thread."""
-        # OpenMP threads spin at barriers unless told not to before torch is loaded. Beside a gateway, or anything else,
-        # on the same cores a spinning thread waits for one that cannot run: steps were six to ten times longer.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        with uncollected():
-            from motet.services.worker.native.assemble import assemble
-
-        made = assemble(
-            self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s, loaded=self._on_loaded
-        )
-        self.assembly = made
-        return made.engine
-
-    def _on_loaded(self, share: float) -> None:
-        self._loaded = share
-
     async def start(self) -> None:
         """Load the model, then announce the worker. A failure is announced too."""
         try:
             self._model_dir = await asyncio.to_thread(resolve_model, self.config.base.model)
             for note in _notes(self._model_dir):
                 log.warning(note)
-            if self.config.engine.engine == "vllm":
-                from motet.services.worker.vllm_engine.assemble import make_engine
-
-                self.engine = make_engine(self.config, self._model_dir, self._on_step)
+            wiring = Wiring(self._on_step, self._times, loaded=self._on_loaded, link_bytes_per_s=self._link_bytes_per_s)
+            opened = open_engine(self.config, self._model_dir, wiring)
             bus = await self._connect()
             await self._notify("starting")
-            await self._start(bus)
+            await self._start(bus, opened)
         except Exception as error:
             with contextlib.suppress(MotetError):
                 if self.bus is None and isinstance(error, ConfigError):
@@ -151,35 +126,38 @@ class WorkerService:
                 await self._notify("failed", str(error) if isinstance(error, MotetError | ConfigError) else repr(error))
             raise
 
+    def _on_loaded(self, share: float) -> None:
+        self._loaded = share
+
     async def _connect(self) -> Bus:
         self.bus = bus = await Bus.connect(self.config.bus, f"worker-{self.worker_id}", inbox="worker")
         self._exit.push_async_callback(bus.close)
         return bus
 
-    async def _start(self, bus: Bus) -> None:
-        config = self.config
+    async def _start(self, bus: Bus, opened: Opened) -> None:
+        config, self.engine = self.config, opened.engine
         self._exit.push_async_callback(self.engine.stop)
         _, tensors, digest = await asyncio.gather(
             self.engine.start(),
             asyncio.to_thread(base_tensors, self._model_dir),
             asyncio.to_thread(checkpoint_digest, self._model_dir),
         )
-        if config.engine.engine == "vllm":
-            from motet.services.worker.vllm_engine.assemble import VllmEngine, assembly_of
-
-            assert isinstance(self.engine, VllmEngine), "it was made a moment ago"
-            self.assembly = assembly_of(config, self.engine)
-        serves = self.engine.serves
+        self.facts, serves = opened.facts(), self.engine.serves
         limits = msgspec.structs.replace(
-            self.assembly.limits, capabilities=tuple(sorted(serves)), base_digest=digest, base_tensors=tensors
+            self.facts.limits,
+            engine=config.engine.engine,
+            capabilities=tuple(sorted(serves)),
+            base_digest=digest,
+            base_tensors=tensors,
         )
         self._acceptable = admission.Acceptable(
             base_model=limits.base_model,
-            vocab_size=self.assembly.vocab_size,
-            eos_token_ids=self.assembly.eos_token_ids,
+            vocab_size=self.facts.vocab_size,
+            eos_token_ids=self.facts.eos_token_ids,
             max_model_len=limits.max_model_len,
             max_lora_rank=limits.max_lora_rank,
             serves=serves,
+            share_prefix_cache=config.kv.share_prefix_cache,
         )
         self.view = View(self.worker_id, self.incarnation, limits)
         self.reporter = StateReporter(bus, self.view, self._times)
@@ -192,8 +170,9 @@ class WorkerService:
             disk_bytes=config.adapters.disk_cache_mib * MIB,
             files=files.found,
         )
-        self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
-        self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.assembly.parse_adapter)
+        self.observer = Observer(self.core, self._times)
+        self.shell = Shell(self.core, self.engine, self.frames, self.reporter, self.observer)
+        self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.facts.parse_adapter)
         self._exit.callback(self.shell.store.close)
         if self.engine.kv is not None and limits.kv_format:
             self.shell.travel = KvTransfer(bus, self.worker_id, self.engine.kv, limits, self._times)
@@ -210,6 +189,7 @@ class WorkerService:
         self._started = True
         self.reporter.start()
         bus.spawn(self._tick())
+        bus.spawn(self._check_when_idle())
         log.info(
             "serving",
             extra={
@@ -232,7 +212,7 @@ class WorkerService:
             reasons.append(self.unhealthy)
         elif self._draining:
             reasons.append("draining")
-        if (busy_s := self.engine.busy_s()) > STALLED_S:
+        if self._started and (busy_s := self.engine.busy_s()) > STALLED_S:
             reasons.append(f"the engine has been in one step for {busy_s:.0f} s")
         return reasons
 
@@ -302,7 +282,7 @@ class WorkerService:
                 await self.catalog.check(request.adapter)
             self._take(request)
         except MotetError as error:
-            metrics.REFUSED.labels(error.code).inc()
+            self.observer.refused(error.code)
             raise
         return Accepted(worker_id=self.worker_id)
 
@@ -311,19 +291,19 @@ class WorkerService:
 
     def _take(self, request: GenerateRequest) -> None:
         self.asked_s = now_s()
-        admission.check(request, self._acceptable)
+        taken = admission.admit(request, self._acceptable, self.asked_s)
         self._check_image_room(request)
+        adapter = request.adapter
+        if request.kv is not None and self.shell.travel is not None:
+            known, rank = request.prompt_tokens + request.output_tokens, adapter.rank if adapter is not None else 0
+            taken = replace(taken, kv_wait_s=self.shell.travel.wait_s(request.kv, known, rank))
         brief = brief_of(
             request,
             predicted_tokens=request.predicted_tokens,
             epoch=request.epoch,
             output_tokens=request.output_tokens,
         )
-        kv_wait_s = 0.0
-        if request.kv is not None and self.shell.travel is not None:
-            kv_wait_s = self.shell.travel.wait_s(request.kv, request.prompt_tokens + request.output_tokens, brief.rank)
-        taken = EngineRequest.of(request, arrival_s=self.asked_s, cache_scope=self._cache_scope(request), kv_wait_s=kv_wait_s)
-        refusal = self.shell.on(Assign(brief, request.gateway_id, request.adapter, taken, kv_wait_s > 0))
+        refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken, taken.kv_wait_s > 0))
         if refusal is None:
             return
         match refusal.why:
@@ -341,14 +321,6 @@ class WorkerService:
             images = [*request.images, *(image for entry in self.core for image in entry.payload.images)]
             if sum(len(image.data) for image in images) > IMAGE_BYTES_MAX:
                 raise Overloaded(f"worker {self.worker_id} has no room for more images", retry_after_s=1.0)
-
-    def _cache_scope(self, request: GenerateRequest) -> bytes:
-        """The scope of the request's prefix cache.
-
-        Only with `--share-prefix-cache` do tenants share prefixes, and then only those of the base model.
-        """
-        shared = self.config.kv.share_prefix_cache and request.adapter is None
-        return cache_scope(request.tenant, request.cache_salt, shared=shared)
 
     def _cancel(self, request_id: str, epoch: int) -> None:
         self.shell.on(CancelRequest(request_id, epoch))
@@ -370,79 +342,44 @@ class WorkerService:
     # ---- what the engine did
 
     def _on_step(self, report: StepReport) -> None:
-        output = report.output
         self.shell.step = report.step
-        ended = [item for items in output.items.values() for item in items if item.finish is not None]
-        for item in ended:
-            if self.core.entry((item.request_id, item.epoch)) is not None:
-                metrics.FINISHED.labels(item.finish).inc()
-        merging = output.stats.merging
-        self.shell.on(
-            Stepped(
-                moved=output.changed,
-                ended=[(item.request_id, item.epoch) for item in ended],
-                device=[(change.digest, change.tier == "device") for change in output.residency],
-                free=(report.kv_blocks_free, report.adapter_bytes_free),
-                progress=[
-                    (item.request_id, item.index + len(item.tokens))
-                    for items in output.items.values()
-                    for item in items
-                    if item.finish is None
-                ],
-                merged=merging.merged if merging is not None else None,
-            )
-        )
-        for gateway_id, items in output.items.items():
-            self.frames.put(gateway_id, report.step, items)
-        self._measure(report, output)
-        if report.failures >= MAX_FAILURES and not self.unhealthy:
-            self.unhealthy = f"the engine failed {report.failures} steps in a row: {output.failure!r}"
-            log.error("giving up", extra={"reason": self.unhealthy})
-            assert self.bus is not None
-            self.shell.on(Close())
-            self.bus.spawn(self._give_up())
-        self._observe(report)
+        items = [item for items in report.output.items.values() for item in items]
+        self.observer.ending(item for item in items if item.finish is not None)
+        self.shell.on(_stepped(report, items))
+        for gateway_id, its_items in report.output.items.items():
+            self.frames.put(gateway_id, report.step, its_items)
+        self.observer.stepped(report)
+        if report.failures >= MAX_FAILURES:
+            self._give_up(f"the engine failed {report.failures} steps in a row: {report.output.failure!r}")
+        self._on_report(report)
 
-    async def _give_up(self) -> None:
-        await self._stop_taking()
-        await self._hand_back(WorkerLost(f"worker {self.worker_id}: {self.unhealthy}"))
-        self._leave()
+    async def _check_when_idle(self) -> None:
+        """Check every `CHECK_S` without a request that the ledgers add up. If they do not, what is here cannot be trusted."""
+        while not self.unhealthy:
+            await asyncio.sleep(CHECK_S)
+            if self.shell.idle.is_set():
+                try:
+                    self.core.check()
+                    await self.engine.check()
+                except Exception as error:
+                    self._give_up(f"the worker's ledgers do not add up: {error!r}")
 
-    def _measure(self, report: StepReport, output: StepOutput) -> None:
-        stats, view = output.stats, self.view
-        if stats.time_ms and (stats.prefill_tokens or stats.decode_rows):
-            metrics.STEP_S.observe(stats.time_ms / 1000)
-            metrics.BATCH_ROWS.observe(stats.prefill_requests + stats.decode_rows)
-            metrics.TOKENS.labels("prefill").inc(stats.prefill_tokens)
-            metrics.TOKENS.labels("decode").inc(stats.decode_rows)
-            if output.failure is None:
-                self._times.observe(stats)
-                for kind, drift in self._times.drift.items():
-                    metrics.STEP_DRIFT.labels(kind).set(drift)
-        metrics.PREFIX_HIT_TOKENS.inc(stats.cached_tokens)
-        metrics.PREEMPTIONS.inc(stats.preempted)
-        metrics.REQUESTS.labels("running").set(stats.running)
-        metrics.REQUESTS.labels("waiting").set(stats.waiting)
-        metrics.REQUESTS.labels("loading").set(max(0, len(self.core) - stats.running - stats.waiting))
-        for start in stats.cold_starts:
-            metrics.COLD_STARTS.labels(*start).inc()
-        for mode, error_ms in stats.cold_errors_ms:
-            metrics.COLD_START_ERROR_S.labels(mode).observe(abs(error_ms) / 1000)
-        if stats.merge_s:
-            metrics.MERGE_S.inc(stats.merge_s)
-        if stats.merging is not None:
-            _measure_merging(stats.merging)
-            metrics.MERGED_SHARE.set(view.merged_share)
-        metrics.COPIES.set(stats.copies.under_way if stats.copies is not None else 0)
-        if stats.copies is not None:
-            _measure_copies(stats.copies)
-        for change in output.residency:
-            if change.tier is None:
-                metrics.ADAPTER_EVICTIONS.labels("device").inc()
-            elif change.took_s:
-                metrics.LORA_LOAD_S.labels("activate").observe(change.took_s)
-        metrics.ADAPTERS_RESIDENT.labels("device").set(self.core.on_device)
-        metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_most)
+    def _give_up(self, reason: str) -> None:
+        """End the worker because of this. Its requests continue elsewhere."""
+        if self.unhealthy:
+            return
+        self.unhealthy = reason
+        log.error("giving up", extra={"reason": reason})
+        assert self.bus is not None, "it has started"
+        self.shell.on(Close())
+        self.bus.spawn(self._leave_unhealthy())
+
+    async def _leave_unhealthy(self) -> None:
+        try:
+            await self._stop_taking()
+            await self._hand_back(WorkerLost(f"worker {self.worker_id}: {self.unhealthy}"))
+        finally:
+            self._leave()
 
     def _on_control(self, message: Control) -> None:
         match message:
@@ -454,22 +391,17 @@ class WorkerService:
                 self._leave()
 
 
-def _measure_merging(stats: MergeStats) -> None:
-    metrics.MERGED_STEPS.inc(bool(stats.merged))
-    metrics.MERGE_SWITCHES.inc(stats.switched)
-    metrics.MERGED_BYTES.set(stats.bytes)
-    metrics.RESTING.set(stats.resting)
-    metrics.LORA_SHARE.set(stats.lora_share)
-
-
-def _measure_copies(copies: CopyStats) -> None:
-    metrics.LINK_BYTES.inc(copies.link_bytes)
-    metrics.LINK_BYTES_PER_S.set(copies.bytes_per_s)
-    metrics.ASSIST_PROCESSES.set(copies.processes)
-    for where, rows in copies.rows.items():
-        metrics.ASSIST_ROWS.labels(where).inc(rows)
-    for reason, count in copies.failures.items():
-        metrics.ASSIST_FAILURES.labels(reason).inc(count)
+def _stepped(report: StepReport, items: Sequence[StreamItem]) -> Stepped:
+    """The core's event for a report of the engine, which has these items."""
+    output, merging = report.output, report.output.stats.merging
+    return Stepped(
+        moved=output.changed,
+        ended=[(item.request_id, item.epoch) for item in items if item.finish is not None],
+        device=[(change.digest, change.tier == "device") for change in output.residency],
+        free=(report.kv_blocks_free, report.adapter_bytes_free),
+        progress=[(item.request_id, item.index + len(item.tokens)) for item in items if item.finish is None],
+        merged=merging.merged if merging is not None else None,
+    )
 
 
 def _notes(model_dir: Path) -> list[str]:

@@ -36,12 +36,12 @@ from motet.policies.worker.worker_events import (
     Stop,
     TooLargeForHost,
 )
-from motet.services.worker import metrics
 from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.engines.protocol import EngineProtocol
 from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.kv_transfer import KvTransfer
+from motet.services.worker.observe import Observer
 from motet.services.worker.reports import StateReporter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, TooLarge
@@ -64,9 +64,15 @@ class Shell:
     travel: KvTransfer | None = None
 
     def __init__(
-        self, core: WorkerCore[EngineRequest], engine: EngineProtocol, frames: FrameSender, reporter: StateReporter
+        self,
+        core: WorkerCore[EngineRequest],
+        engine: EngineProtocol,
+        frames: FrameSender,
+        reporter: StateReporter,
+        observer: Observer,
     ) -> None:
-        self.core, self.engine, self.frames, self._reporter = core, engine, frames, reporter
+        self.core, self.engine, self.frames = core, engine, frames
+        self._reporter, self._observer = reporter, observer
         self.step = 0  # of the engine, for frames
         self.idle = asyncio.Event()
         self.idle.set()
@@ -115,7 +121,7 @@ class Shell:
                 self.store.load(adapter, source)
             case Evict() | Forget():
                 self.store.evict(action)
-                self._count_adapters()
+                self._observer.stored()
 
     def _start(self, action: Start[EngineRequest]) -> MotetError | None:
         """Give a request to the engine. Returns the error if its assignment is to be refused."""
@@ -144,7 +150,7 @@ class Shell:
         request, reason = answer.entry.payload, answer.reason
         error = None if reason is None else _error_of(reason, answer).info()
         item = StreamItem(request.request_id, request.epoch, request.output_tokens, [], finish=answer.finish, error=error)
-        metrics.FINISHED.labels(answer.finish).inc()
+        self._observer.answered(answer.finish)
         self.frames.put(request.gateway_id, self.step, [item])
 
     # ---- what the adapter store tells
@@ -152,7 +158,7 @@ class Shell:
     def loaded(self, digest: str, adapter: HostAdapter) -> None:
         """A load has succeeded: the copy is in host memory."""
         self.on(Loaded(digest, adapter.nbytes, adapter.blob_bytes))
-        self._count_adapters()
+        self._observer.stored()
 
     def failed(self, digest: str, error: Exception) -> None:
         """A load has failed. All requests that wait for the adapter fail."""
@@ -166,10 +172,6 @@ class Shell:
         """Delete files that are not in use, if they free as much."""
         self.on(DiskFull(missing_bytes))
         return self.core.disk_room
-
-    def _count_adapters(self) -> None:
-        metrics.ADAPTERS_RESIDENT.labels("host").set(len(self.core.host.copies))
-        metrics.ADAPTERS_RESIDENT.labels("disk").set(len(self.core.host.files))
 
 
 def _error_of(reason: object, answer: Answer[EngineRequest]) -> MotetError:

@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 
 from motet.shared.clock import now_s
-from tests.chaos import faults
+from tests.chaos import faults, virtual
 from tests.chaos.mesh import MeshOptions
 from tests.chaos.run import LoadOptions, Phase, Row, run_phase
 
@@ -41,7 +41,11 @@ def main() -> int:
     parser.add_argument("--phase", choices=["single", "cluster", "upgrade", "all"], default="all")
     parser.add_argument("--upgrade-from", default="HEAD~1", help="commit whose services are restarted into the present ones")
     parser.add_argument("--keep", default="", help="directory for the data and logs; default: a temporary one")
+    parser.add_argument("--virtual", action="store_true", help="a simulated mesh instead of a real one (tests.chaos.virtual)")
+    parser.add_argument("--seeds", type=int, default=2000, help="with --virtual: how many, from --seed on")
     args = parser.parse_args()
+    if args.virtual:
+        return virtual.main(args.seeds, args.seed)
     load = LoadOptions(streams=args.streams, max_tokens=args.tokens, questions=args.questions, seed=args.seed)
     single = faults.QUICK if args.quick else [*faults.SINGLE, *faults.at_random(args.random, args.seed, nodes=1)]
     plan = [("single", 1, single), ("cluster", 3, faults.CLUSTER), ("upgrade", 1, [faults.UPGRADE])]

@@ -124,6 +124,26 @@ async def test_a_child_that_never_becomes_ready_ends_the_start_with_its_last_log
     assert stage.journal().count("broken started") == supervisor.START_ATTEMPTS
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "helps"),
+    [
+        ("worker-1", signal.SIGSEGV, True),
+        ("worker-2", signal.SIGILL, True),
+        ("worker-3", signal.SIGKILL, False),
+        ("gateway-1", signal.SIGSEGV, False),
+    ],
+)
+async def test_a_worker_that_dies_of_its_instructions_is_told_of_others(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, name: str, number: signal.Signals, helps: bool
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.05)
+    program = f"import os; os.kill(os.getpid(), {int(number)})"
+    child = ServiceProcess(ServiceSpec(name=name, argv=lambda _: [sys.executable, "-S", "-c", program]), stage.directory)
+    with pytest.raises(StartFailed, match=f"{name} cannot start: killed by {number.name}") as failure:
+        await stage.supervise(child).start()
+    assert ("MOTET_CPU_ISA" in str(failure.value)) == helps
+
+
 async def test_a_configuration_error_is_not_tried_again(stage: Stage) -> None:
     with pytest.raises(StartFailed, match="exit status 2"):
         await stage.supervise(stage.fake("misconfigured", "--exit", "2")).start()

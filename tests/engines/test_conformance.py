@@ -272,3 +272,4 @@ async def test_memory_is_given_back_and_an_idle_engine_is_silent(driven: Driven)
     assert driven.reports[-1].kv_blocks_free == free
     assert [report.step for report in driven.reports] == sorted(report.step for report in driven.reports)
     await eventually(lambda: driven.engine.busy_s() == 0.0)
+    await driven.engine.check()

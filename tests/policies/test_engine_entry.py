@@ -255,3 +255,45 @@ def test_queues_learn_when_requests_enter_and_are_paused() -> None:
     assert core.decide(3.0, 16).pauses == [first]
     assert (queues.lanes[0].used, queues.lanes[0].running) == (0.0, 0)
     assert queues.lanes[0].duration_s == pytest.approx(1.0 + 0.05 * ((3.0 - 2.0) - 1.0))
+
+
+def test_a_check_passes_through_the_life_of_requests_and_adapters() -> None:
+    core = entry(seats=3, slots=2)
+    core.check()
+    base, first = run(core, "", tokens=1), run(core, "a")
+    core.check()
+    start(core, "b")
+    core.decide(0.0, 16)
+    core.check()
+    core.slots.arrived("b")
+    core.decide(0.0, 16)
+    core.check()
+    for seq in (base, first, *core.state.running[-1:]):
+        core.end(seq)
+    core.check()
+    core.empty_slots()
+    core.check()
+
+
+def test_a_check_says_what_does_not_add_up() -> None:
+    core = entry()
+    seq = run(core, "a")
+    seq.slot = -1
+    with pytest.raises(AssertionError, match="a request runs without its adapter"):
+        core.check()
+    core = entry()
+    run(core, "a")
+    core.slots.release("a")
+    with pytest.raises(AssertionError, match="reference counts"):
+        core.check()
+    core = entry(seats=1)
+    run(core, "", tokens=0)
+    core.state.running.append(start(core))
+    with pytest.raises(AssertionError, match="more requests than seats"):
+        core.check()
+    core = entry()
+    start(core, "a")
+    core.decide(0.0, 16)
+    core.state.running.append(core.state.waiting.pop())
+    with pytest.raises(AssertionError, match="before its adapter has come"):
+        core.check()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
 
 import pytest
 
@@ -252,3 +253,65 @@ def test_names_chosen_to_look_like_another_scope_do_not_reach_it() -> None:
 def test_an_adapter_shares_no_blocks_with_itself_merged() -> None:
     assert root_key("a", b"scope") != root_key("a", b"scope", merged=True)
     assert root_key("a", merged=True) != root_key("b", merged=True)
+
+
+def lose(kv: KvBlocks) -> None:
+    kv._blank.pop()
+
+
+def free_twice(kv: KvBlocks) -> None:
+    kv._blank[-1] = kv._blank[-2]
+
+
+def free_beyond(kv: KvBlocks) -> None:
+    kv._blank[-1] = kv.total
+
+
+def free_while_held(kv: KvBlocks) -> None:
+    kv._blank[-1] = 0
+
+
+def blank_with_a_key(kv: KvBlocks) -> None:
+    kv._blank.append(kv._idle.popitem()[0])
+
+
+def idle_without_a_key(kv: KvBlocks) -> None:
+    kv._idle[kv._blank.pop()] = 0
+
+
+def key_that_is_not_found(kv: KvBlocks) -> None:
+    kv._block_of.popitem()
+
+
+def key_of_another_block(kv: KvBlocks) -> None:
+    first, second, *_ = kv._block_of
+    kv._block_of[first], kv._block_of[second] = kv._block_of[second], kv._block_of[first]
+
+
+def user_too_many(kv: KvBlocks) -> None:
+    kv._users[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lose, "neither free nor held"),
+        (free_twice, "in the free lists twice"),
+        (free_beyond, "beyond the cache"),
+        (free_while_held, "a block with users is in the free lists"),
+        (blank_with_a_key, "a blank block has a key"),
+        (idle_without_a_key, "an idle block has no key"),
+        (key_that_is_not_found, "under which it is not found"),
+        (key_of_another_block, "keys and blocks disagree"),
+        (user_too_many, "reference counts"),
+    ],
+)
+def test_a_check_says_what_does_not_add_up(harm: Callable[[KvBlocks], None], says: str) -> None:
+    kv = KvBlocks(8, 4, capacity=12)
+    held = kv.allocate(2)
+    assert 0 in held
+    cached(kv, keys_of(list(range(12))))
+    kv.check([held])
+    harm(kv)
+    with pytest.raises(AssertionError, match=says):
+        kv.check([held])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from motet.policies.cluster.worker_book import Holdings, Shelf, WorkerBook
+from motet.policies.cluster.worker_book import Holdings, WorkerBook
+from motet.policies.owner.workers_seen import WorkersSeen
 from motet.services.gateway.owner.lost_workers import LostWorkers
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.telemetry import logger
-from motet.shared.wire.worker_state import WorkerNotice, WorkerSnapshot, WorkerState
+from motet.shared.wire.worker_state import WorkerNotice, WorkerState
 
 log = logger("motet.gateway.fleet")
-
-STALE_S = 10.0  # a worker without a message for this long is forgotten
 
 
 class Fleet:
@@ -22,8 +21,7 @@ class Fleet:
 
     def __init__(self, bus: Bus, base_model: str) -> None:
         self._bus, self.base_model = bus, base_model
-        self._shelf = Shelf()
-        self._book = WorkerBook(self._shelf)
+        self._seen = WorkersSeen(base_model)
         self._newcomer = asyncio.Event()
         self.lost = LostWorkers(base_model)
 
@@ -38,25 +36,21 @@ class Fleet:
             log.warning("worker failed", extra={"worker": notice.worker_id, "reason": notice.reason})
 
     def _on_state(self, state: WorkerState) -> None:
-        if not isinstance(state, WorkerSnapshot):
-            self._book.delta(state, now_s())
-        elif state.limits.base_model == self.base_model:
-            known = state.worker_id in self._book
-            if self._book.snapshot(state, now_s()):
-                self.lost.on_state(state.worker_id, state.incarnation)
-                if not known:
-                    self._newcomer.set()
-                    self._newcomer = asyncio.Event()
+        if heard := self._seen.hear(state, now_s()):
+            self.lost.on_state(state.worker_id, state.incarnation)
+            if heard == "new":
+                self._newcomer.set()
+                self._newcomer = asyncio.Event()
 
     def workers(self) -> WorkerBook:
         """The workers of this gateway's base model that reported recently."""
-        for known in self._book.silent(now_s() - STALE_S):
-            self.lose(known.worker_id)
-        return self._book
+        for worker_id in self._seen.silent(now_s()):
+            self.lose(worker_id)
+        return self._seen.book
 
     def held(self, worker_id: str) -> Holdings:
         """The requests and adapters of a worker; empty for an unknown worker."""
-        return self._shelf.of(worker_id)
+        return self._seen.held(worker_id)
 
     async def newcomer(self) -> None:
         """Wait for a new worker."""
@@ -64,7 +58,7 @@ class Fleet:
 
     def lose(self, worker_id: str) -> None:
         """Remove a worker whose lease expired or that is silent."""
-        if self._book.forget(worker_id):
+        if self._seen.book.forget(worker_id):
             self.lost.on_lost(worker_id, now_s())
 
     def coming(self) -> bool:
@@ -77,11 +71,7 @@ class Fleet:
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
         """Whether a snapshot taken after `since_s` shows that the worker does not have this request."""
-        known = self._book.get(worker_id)
-        if known is None or known.snapshot_s < since_s:
-            return False
-        brief = self.held(worker_id).requests.get(request_id)
-        return brief is None or brief.epoch != epoch
+        return self._seen.forgot(worker_id, request_id, epoch, since_s)
 
     def max_model_len(self, default: int) -> int:
         """The longest sequence that any worker accepts, in tokens; `default` without workers."""

@@ -1,6 +1,7 @@
 """The interface of an engine: commands in, one report per step out. `docs/engines.md` says what each engine can do.
 
     commands    start, add, cancel, load_adapter, pin_adapters, unload_adapter, abort_all, stop      none waits for a step
+    check       whether the engine's ledgers add up, asked while it is idle
     reports     `engines.report.StepReport`, in the order of steps: items for gateways, requests in a new phase, adapters that
                 came to the device or left it, free memory
 
@@ -93,6 +94,12 @@ class EngineProtocol(Protocol):
 
     def busy_s(self) -> float:
         """How long the present step has been running; 0 between steps."""
+
+    async def check(self) -> None:
+        """Check that the engine's own ledgers add up; an engine with something to do skips it.
+
+        Raises AssertionError, which says what does not add up.
+        """
 
     async def stop(self) -> None:
         """End the engine after its present step."""

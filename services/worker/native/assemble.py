@@ -17,6 +17,7 @@ from motet.policies.worker.pins import PIN_SHARE
 from motet.services.worker.config import MIB, WorkerConfig, free_host_bytes, kv_blocks_for, lora_bytes_for
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.model_config import ModelConfig, quantization_of, read_model_config
+from motet.services.worker.engines.opening import Facts
 from motet.services.worker.engines.request import EngineLimits, EngineRequest
 from motet.services.worker.engines.safetensors_files import files_of
 from motet.services.worker.native.backend import Backend, BackendOptions
@@ -37,18 +38,11 @@ GPU_SHARE = 0.9  # of what is free before loading; the rest is left to activatio
 WARM_UP_PROMPTS = (1, 8, 32)  # lengths in tokens; the first is the cold process's
 
 
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """An engine ready to run, and the facts about it that never change."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly(Facts):
+    """An engine ready to run, and the facts about it."""
 
     engine: Engine
-    limits: WorkerLimits
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    parse_adapter: Callable[[Path, str], HostAdapter]
-    """A host copy from a verified blob's file and digest."""
-    slot_bytes: int = 0
-    """Device bytes of every adapter's slot; 0 where an adapter takes its own size."""
 
 
 def assemble(
@@ -142,7 +136,13 @@ def assemble(
     def parse_adapter(path: Path, digest: str) -> HostAdapter:
         return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
 
-    return Assembly(engine, limits, model.vocab_size, frozenset({*model.eos_token_ids, *ends}), parse_adapter)
+    return Assembly(
+        engine=engine,
+        limits=limits,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset({*model.eos_token_ids, *ends}),
+        parse_adapter=parse_adapter,
+    )
 
 
 def _kv_format(config: WorkerConfig, model: ModelConfig, model_dir: Path, runner: Backend) -> str:

@@ -105,6 +105,10 @@ class EngineThread:
         since = self._busy_since
         return now_s() - since if since is not None else 0.0
 
+    async def check(self) -> None:
+        """Check the ledgers of an idle engine in its thread. Raises what its check raises."""
+        await self.ask(_check)
+
     async def stop(self) -> None:
         """End the thread after its present step; waits at most `STOP_S`."""
         self._stopping = True
@@ -259,6 +263,11 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
 
 def _ignore(_: object) -> None:
     """The result of a command is not needed: the next step reports its effect."""
+
+
+def _check(engine: Engine) -> None:
+    if not engine.has_work():
+        engine.check()
 
 
 def _add(engine: Engine, request: EngineRequest) -> StepOutput | None:

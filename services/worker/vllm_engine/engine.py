@@ -139,6 +139,12 @@ class VllmEngine:
         """How long vLLM has had requests without reporting a step."""
         return now_s() - self._since_s if self._since_s is not None else 0.0
 
+    async def check(self) -> None:
+        """Check which requests and adapters vLLM should have, while it has no request. Raises what does not add up."""
+        if self._up and not self._live:
+            self._entry.check()
+            assert not self._entry.state.running, "requests are in vLLM that it was not given"
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)

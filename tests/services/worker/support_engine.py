@@ -14,8 +14,11 @@ import torch
 from motet.kernels import PAGE_RANKS
 from motet.kernels.link import LinkState
 from motet.kernels.pool import LINE, MODULES
+from motet.policies.times.step_times import StepTimes
 from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.opening import Wiring
 from motet.services.worker.engines.request import EngineLimits, EngineRequest, StepStats
+from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.native.backend import BackendOptions
 from motet.services.worker.native.backends import open_backend
 from motet.services.worker.native.engine import Engine
@@ -152,6 +155,11 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
         )
     )
     return Engine(runner_class(**vars(backend)), limits, decides, **options)
+
+
+def wiring() -> Wiring:
+    """A worker's side of an engine, which looks at nothing."""
+    return Wiring(lambda report: None, StepTimes(START_PERF))
 
 
 def request(

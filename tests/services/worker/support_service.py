@@ -131,7 +131,7 @@ class Running:
 
     @property
     def engine(self) -> Any:
-        return self.service.assembly.engine
+        return self.service.facts.engine
 
     def slow_down(self, step_s: float) -> None:
         """From now on every step takes at least `step_s`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
 import pytest
 
-from motet.services.worker.admission import Acceptable, check
+from motet.services.worker.admission import Acceptable, admit, check
 from motet.shared.errors import BadRequest, ModelNotFound, MotetError, PromptTooLong
 from motet.shared.model import IMAGES_MAX, AdapterRef, EmbeddingParams, SamplingParams, Slo
 from motet.shared.wire.request import GenerateRequest, Image, pack_tokens
@@ -55,6 +55,29 @@ def test_a_pooling_model_takes_embeddings_alone_and_others_take_none() -> None:
     with pytest.raises(PromptTooLong) as too_long:
         check(embedding, pooling)
     assert too_long.value.param == "input"
+
+
+def test_the_engine_gets_everything_that_was_asked_for() -> None:
+    asking = asked([1, 2, 3], [4], temperature=0.5)
+    asking.epoch, asking.losses, asking.priority, asking.predicted_tokens = 2, 1, 3, 40
+    asking.tenant, asking.tenant_weight, asking.slo = "acme", 2.0, Slo(ttft_slo_ms=100.0)
+    taken = admit(asking, ACCEPTABLE, 5.0)
+    assert (taken.prompt, taken.output, taken.arrival_s, taken.adapter) == ([1, 2, 3], [4], 5.0, None)
+    both = {field.name for field in fields(taken)} & set(asking.__struct_fields__) - {"prompt", "output", "adapter"}
+    assert len(both) > 10
+    for name in both:
+        assert getattr(taken, name) == getattr(asking, name), name
+
+
+def test_tenants_share_blocks_of_the_base_model_alone_and_only_where_that_is_allowed() -> None:
+    def scopes(acceptable: Acceptable, adapter: AdapterRef | None = None) -> int:
+        requests = [asked([1], adapter=adapter) for _ in range(2)]
+        requests[1].tenant = "acme"
+        return len({admit(request, acceptable, 0.0).cache_scope for request in requests})
+
+    sharing = replace(ACCEPTABLE, share_prefix_cache=True)
+    assert scopes(ACCEPTABLE) == 2 and scopes(sharing) == 1
+    assert scopes(sharing, AdapterRef(name="a", digest="d", rank=8, size_bytes=9)) == 2
 
 
 def test_what_fits_comes_back_as_token_ids() -> None:

@@ -33,6 +33,8 @@ class ScriptedEngine:
         self.steps = 0
         self.fail_steps = 0
         self.copying = False
+        self.checks = 0
+        self.broken = ""
         self.closed = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -67,6 +69,11 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.closed.set()
+
+    def check(self) -> None:
+        assert threading.get_ident() == self.thread
+        self.checks += 1
+        assert not self.broken, self.broken
 
     def abort_all(self, error) -> StepOutput:
         items = [StreamItem(request_id, 0, 0, [], finish="error", error=error.info()) for request_id in self.requests]
@@ -200,6 +207,22 @@ async def test_abort_all_ends_everything_with_the_given_error(driven):
     thread.abort_all(WorkerLost("leaving"))
     await eventually(lambda: finished(reports) == {"r1": "worker_lost", "r2": "worker_lost"})
     assert not engine.has_work()
+
+
+async def test_ledgers_are_checked_in_the_engines_thread_while_it_has_nothing_to_do(driven):
+    engine, thread, reports = driven
+    await thread.check()
+    assert engine.checks == 1
+    thread.add(request("r1"))
+    await thread.check()
+    assert engine.checks == 1
+    thread.abort_all(WorkerLost("enough"))
+    engine.broken = "a block is lost"
+    with pytest.raises(AssertionError, match="a block is lost"):
+        await thread.check()
+    assert engine.checks == 2
+    thread.add(request("r2"))
+    await eventually(lambda: reports[-1].output.stats.sampled == 1)
 
 
 async def test_an_engine_that_cannot_be_built_says_why():

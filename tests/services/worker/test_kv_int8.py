@@ -9,11 +9,11 @@ import pytest
 
 from motet.kernels.cpu import available_isas
 from motet.services.worker.config import WorkerConfig
+from motet.services.worker.engines.opening import open_engine
 from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.native.engine import Engine
-from motet.services.worker.vllm_engine.assemble import make_engine as make_vllm
 from motet.shared.config import ConfigError
-from tests.services.worker.support_engine import make_engine, request, run
+from tests.services.worker.support_engine import make_engine, request, run, wiring
 from tests.services.worker.test_quantization import distances
 from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
 
@@ -82,4 +82,4 @@ def test_what_cannot_have_such_a_cache_refuses_with_the_reason(model_dir: Path, 
         make_runner(model_dir, [], kv_cache_dtype="int8")
     config = WorkerConfig.of(model=str(model_dir), engine="vllm", kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype: .* vLLM's own, in --engine-args"):
-        make_vllm(config, model_dir, lambda report: None)
+        open_engine(config, model_dir, wiring())

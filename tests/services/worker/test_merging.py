@@ -24,14 +24,14 @@ from motet.policies.step.merged_copy import MERGE, SpareMemory
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.model_config import read_model_config
+from motet.services.worker.engines.opening import open_engine
 from motet.services.worker.native.decode_graphs import DecodeBuffers, DecodeGraphs
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.merged_model import MergedModel
 from motet.services.worker.native.model import Model
 from motet.services.worker.native.step_batch import StepBatch
-from motet.services.worker.vllm_engine.assemble import make_engine as make_vllm
 from motet.shared.config import ConfigError
-from tests.services.worker.support_engine import BLOCK_SIZE, Run, make_engine, request, run
+from tests.services.worker.support_engine import BLOCK_SIZE, Run, make_engine, request, run, wiring
 from tests.support_models import AdapterFixture, make_adapters, make_checkpoint, random_prompts
 
 UNTUNED = replace(MERGE, decrement=0.0, multiply=1.0)
@@ -297,4 +297,4 @@ def test_a_backend_that_cannot_merge_refuses_with_the_reason(untied: Case, optio
 def test_vllm_refuses_to_merge(untied: Case) -> None:
     config = WorkerConfig.of(model=str(untied.model_dir), engine="vllm", merge="on")
     with pytest.raises(ConfigError, match="vLLM computes every adapter beside the weights"):
-        make_vllm(config, untied.model_dir, lambda report: None)
+        open_engine(config, untied.model_dir, wiring())

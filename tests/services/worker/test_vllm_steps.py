@@ -1,8 +1,10 @@
-"""Promise: a step of vLLM has its own time, also when the worker was busy and reads several steps at once."""
+"""Promise: a step of vLLM has its own time, also when the worker was busy and reads several steps at once. What the worker
+keeps of vLLM's requests and adapters is checked while vLLM has none of them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +39,10 @@ class Client:
         pass
 
 
-async def test_steps_that_are_read_at_once_keep_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Client(step(10.008, 8.0), step(10.030, 18.0), step(10.041, 10.0))
+async def started(
+    monkeypatch: pytest.MonkeyPatch, client: Client, deliver: Callable[[StepReport], None] = lambda report: None
+) -> vllm.VllmEngine:
+    """An engine whose core is `client`."""
     core = SimpleNamespace(client=client, kv_blocks=64, block_size=16)
 
     async def warm(core: Any) -> None:
@@ -46,13 +50,33 @@ async def test_steps_that_are_read_at_once_keep_their_times(monkeypatch: pytest.
 
     monkeypatch.setattr(vllm, "start_core", lambda options: core)
     monkeypatch.setattr(vllm, "warm", warm)
-    reports: list[StepReport] = []
     options = VllmOptions(model_dir=Path(), max_running=4, max_step_tokens=64, max_loras=2, max_lora_rank=8)
-    engine = vllm.VllmEngine(options, reports.append)
+    engine = vllm.VllmEngine(options, deliver)
     await engine.start()
+    return engine
+
+
+async def test_steps_that_are_read_at_once_keep_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[StepReport] = []
+    client = Client(step(10.008, 8.0), step(10.030, 18.0), step(10.041, 10.0))
+    engine = await started(monkeypatch, client, reports.append)
     try:
         await eventually(lambda: len(reports) == 3)
     finally:
         await engine.stop()
     assert [report.began_s for report in reports] == pytest.approx([10.0, 10.012, 10.031])
     assert [report.output.stats.time_ms for report in reports] == [8.0, 18.0, 10.0]
+
+
+async def test_the_ledgers_of_an_idle_engine_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await started(monkeypatch, Client())
+    try:
+        await engine.check()
+        engine._entry.slots.bytes_free -= 1
+        with pytest.raises(AssertionError, match="bytes do not add up"):
+            await engine.check()
+        engine._live["r/0/1"] = None
+        await engine.check()  # not while vLLM has a request
+    finally:
+        engine._live.clear()
+        await engine.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from motet.services.worker.config import WorkerConfig
+from motet.services.worker.native import assemble as assembling
 from motet.services.worker.service import WorkerService
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -48,10 +49,10 @@ async def test_a_worker_whose_model_is_not_there_says_so(heard, nats_url):
 
 
 async def test_the_reason_of_an_unforeseen_failure_is_short_and_one_line(heard, nats_url, checkpoint, monkeypatch):
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise OSError("cannot open\nshared object " + 1000 * "x")
 
-    monkeypatch.setattr(WorkerService, "_build", broken)
+    monkeypatch.setattr(assembling, "assemble", broken)
     service = WorkerService(WorkerConfig.of(nats_url=nats_url, model=str(checkpoint), device="cpu"))
     with pytest.raises(OSError, match="cannot open"):
         await service.start()

@@ -1,17 +1,16 @@
-"""Starts vLLM from a worker's configuration, and returns the facts that the worker needs about it."""
+"""Opens vLLM from a worker's configuration."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from motet.policies.worker.pins import PIN_SHARE
 from motet.services.worker.config import GIB, LORA_LEAST_MIB, MIB, WorkerConfig, free_host_bytes
 from motet.services.worker.engines.model_config import read_model_config
-from motet.services.worker.engines.report import StepReport
+from motet.services.worker.engines.opening import Facts, Opened, Wiring
 from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter
@@ -24,20 +23,8 @@ log = logger("motet.worker.vllm")
 CPU_KV_SHARE = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class VllmAssembly:
-    """The counterpart of the native engine's `services.worker.native.assemble.Assembly`."""
-
-    limits: WorkerLimits
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    parse_adapter: Callable[[Path, str], Any]
-    folders: tempfile.TemporaryDirectory[str]
-    slot_bytes: int
-
-
-def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepReport], None]) -> VllmEngine:
-    """The engine, not yet started. Raises ConfigError for options that vLLM does not support."""
+def open_vllm(config: WorkerConfig, model_dir: Path, wiring: Wiring) -> Opened:
+    """vLLM as an engine. Raises ConfigError for options that vLLM does not support."""
     if config.engine.quantization != "none":
         raise ConfigError("--quantization: with --engine vllm it is vLLM's own, in --engine-args")
     if config.kv.kv_cache_dtype != "auto":
@@ -56,7 +43,7 @@ def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepRe
     kv_bytes = int(config.kv.kv_memory_gib * GIB)
     if not kv_bytes and config.engine.device != "cuda" and not Path("/dev/nvidiactl").exists():
         kv_bytes = int(min(GIB, CPU_KV_SHARE * free_host_bytes()))
-    return VllmEngine(
+    engine = VllmEngine(
         VllmOptions(
             model_dir=model_dir,
             max_running=config.batch.max_running,
@@ -69,19 +56,19 @@ def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepRe
             prefix_cache=config.kv.prefix_cache,
             extra=config.engine.engine_args,
         ),
-        deliver,
+        wiring.deliver,
         slot_bytes=slot_bytes,
         entry_options=config.options,
     )
+    return Opened(engine, partial(_facts, config, engine))
 
 
-def assembly_of(config: WorkerConfig, engine: VllmEngine) -> VllmAssembly:
+def _facts(config: WorkerConfig, engine: VllmEngine) -> Facts:
     """The facts of a started engine."""
     core, folders = engine.core, tempfile.TemporaryDirectory(prefix="motet-vllm-adapters-")
     slots = engine.options.max_loras if core.adapter_prefix else 0
     limits = WorkerLimits(
         base_model=config.base.name,
-        engine="vllm",
         device="cuda" if Path("/dev/nvidiactl").exists() else "cpu",
         max_model_len=min(core.max_model_len, core.kv_blocks * core.block_size),
         max_running=config.batch.max_running,
@@ -98,7 +85,13 @@ def assembly_of(config: WorkerConfig, engine: VllmEngine) -> VllmAssembly:
     def parse_adapter(path: Path, digest: str) -> Any:
         return peft_adapter(path, Path(folders.name), digest, core.adapter_prefix)
 
-    return VllmAssembly(limits, core.vocab_size, core.eos_token_ids, parse_adapter, folders, engine.slot_bytes)
+    return Facts(
+        limits=limits,
+        vocab_size=core.vocab_size,
+        eos_token_ids=core.eos_token_ids,
+        parse_adapter=parse_adapter,
+        slot_bytes=engine.slot_bytes,
+    )
 
 
 def stored_type(model_dir: Path) -> str:
