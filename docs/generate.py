@@ -78,7 +78,10 @@ def configuration() -> str:
     out = [CONFIGURATION_PAGE, "## Every service", *_options(shared)]
     for kind in SERVICES:
         own = [option for option in fields(config_of(kind)) if option.name not in common]
-        out += ["", f"## motet {kind}", *_options(own)]
+        out += ["", f"## motet {kind}", *_options([option for option in own if not option.expert])]
+        if experts := [option for option in own if option.expert]:
+            out += ["", f"### For experiments with a {kind}", "", "`motet " + kind + " --help-all` shows them."]
+            out += _options([msgspec.structs.replace(option, groups=()) for option in experts])
     out += ["", UP_SECTION, *_options(fields(StackConfig))]
     out += ["", "## Other variables", "", "They have no flag, or belong to several commands."]
     for readers, variables in VARIABLES.items():

@@ -31,6 +31,8 @@ from msgspec import Meta
 C = TypeVar("C", bound="Config")
 COMMON = {"help": "common"}
 """`Meta(extra=COMMON)`: `motet up --help` shows the option; it shows the others with --help-all."""
+EXPERT = {"help": "expert"}
+"""`Meta(extra=EXPERT)`: for experiments; only --help-all shows the option, and its page lists it last."""
 PER_PROCESS = {"help": "process"}
 """`Meta(extra=PER_PROCESS)`: every process needs its own value, so `motet up` sets the option itself."""
 
@@ -158,12 +160,17 @@ class Field(msgspec.Struct, frozen=True):
     """`msgspec.NODEFAULT` for a required option."""
     description: str
     extra: Mapping[str, Any] = {}
-    """`COMMON`, `PER_PROCESS` or neither."""
+    """`COMMON`, `EXPERT`, `PER_PROCESS` or none of them."""
 
     @property
     def common(self) -> bool:
         """Whether most people need to know the option."""
         return self.extra == COMMON
+
+    @property
+    def expert(self) -> bool:
+        """Whether the option is for experiments."""
+        return self.extra == EXPERT
 
     @property
     def per_process(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from motet.cli.options import config_of, option_for
+from motet.cli.options import ConfigOption, config_of, option_for
 from motet.shared.config import ConfigError, ServiceConfig, fields, load
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
@@ -108,7 +108,39 @@ def cli() -> None:
     """
 
 
-class ServiceGroup(Suggesting):
+class ServiceCommand(click.Command):
+    """A service's command. Its --help leaves out the options for experiments; --help-all shows them too."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        if any(_is_expert(option) for option in self.params):
+            text = "Show every option, those for experiments too, and exit."
+            self.params.append(
+                click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=self._all, help=text)
+            )
+
+    def _all(self, ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+        if asked and not ctx.resilient_parsing:
+            ctx.meta[__name__] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        everything, options = ctx.meta.get(__name__, False), self.get_params(ctx)
+        for title, expert in (("Options", False), ("For experiments", True)):
+            shown = [one for one in options if _is_expert(one) is expert] if everything or not expert else []
+            if rows := [row for one in shown if (row := one.get_help_record(ctx)) is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+        if isinstance(self, click.Group):
+            self.format_commands(ctx, formatter)
+
+
+def _is_expert(option: click.Parameter) -> bool:
+    return isinstance(option, ConfigOption) and option.declared.expert
+
+
+class ServiceGroup(ServiceCommand, Suggesting):
     """A service's command that has subcommands; without one of them it runs the service."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -152,7 +184,7 @@ def service_command(kind: str) -> click.Command:
     )
     if kind in SUBCOMMANDS:
         return ServiceGroup(kind, callback=run, params=params, help=text, invoke_without_command=True)
-    return click.Command(kind, callback=run, params=params, help=text)
+    return ServiceCommand(kind, callback=run, params=params, help=text)
 
 
 def _leave(status: int) -> NoReturn:

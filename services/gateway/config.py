@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from motet.shared.config import COMMON, PER_PROCESS, BaseModelConfig, Config, ServiceConfig
+from motet.shared.config import COMMON, EXPERT, PER_PROCESS, BaseModelConfig, Config, ServiceConfig
 from motet.shared.model import Slo
 
 ToolParser = Literal["", "hermes", "llama3_json", "mistral"]
@@ -82,9 +82,22 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
     ] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="maximum duration of a request in seconds")] = 600.0
     stream_buffer_tokens: Annotated[
-        int, Meta(ge=16, description="maximum tokens buffered for a slow client, and at most 4 MiB; then its stream is ended")
+        int,
+        Meta(
+            ge=16,
+            description="maximum tokens buffered for a slow client, and at most 4 MiB; then its stream is ended",
+            extra=EXPERT,
+        ),
     ] = 4096
-    intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="maximum durable requests from NATS in progress")] = 64
+    intake_concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=8192,
+            description="maximum durable requests from NATS in progress",
+            extra=EXPERT,
+        ),
+    ] = 64
     send_prompts: Annotated[
         bool,
         Meta(
@@ -101,6 +114,7 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
             ge=1,
             description="maximum concurrent adapter uploads; further ones get 429. A tenant may begin one while it has fewer"
             " than are free, so one tenant alone has at most half",
+            extra=EXPERT,
         ),
     ] = 8
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from motet.shared.config import ServiceConfig
+from motet.shared.config import EXPERT, ServiceConfig
 
 
 class PredictorConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -17,6 +17,7 @@ class PredictorConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(
             ge=1,
             description="maximum adapters with their own length histogram (1.5 KiB each); the least recently used is evicted",
+            extra=EXPERT,
         ),
     ] = 20_000
     predictor_window: Annotated[

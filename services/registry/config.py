@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from motet.services.registry.hub import PUBLIC_ENDPOINT, HubOptions
-from motet.shared.config import COMMON, MAX_LORA_RANK, BaseModelConfig, Config, ConfigError, MaxLoraRank, ServiceConfig
+from motet.shared.config import COMMON, EXPERT, MAX_LORA_RANK, BaseModelConfig, Config, ConfigError, MaxLoraRank, ServiceConfig
 from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 
@@ -38,11 +38,18 @@ class SourcesConfig(Config, frozen=True, kw_only=True):
         str,
         Meta(
             description="hosts that downloads may reach at loopback, link-local or private addresses, besides the hub and "
-            "proxies; comma-separated, as name or name:port"
+            "proxies; comma-separated, as name or name:port",
+            extra=EXPERT,
         ),
     ] = ""
     hub_timeout_s: Annotated[
-        float, Meta(gt=0, le=3600, description="maximum duration of one adapter's download in seconds")
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="maximum duration of one adapter's download in seconds",
+            extra=EXPERT,
+        ),
     ] = 300.0
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from motet.shared.config import ServiceConfig
+from motet.shared.config import EXPERT, ServiceConfig
 from motet.shared.scheduler_options import AdmissionName, SchedulerOptions
 
 
@@ -17,7 +17,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         Literal["motet", "rank-aware", "random", "first-fit", "most-idle", "least-pending", "lora-affinity", "round-robin"],
         Meta(
             description="scheduling policy: motet (its own); rank-aware (CaraServe's Algorithm 1); or one to compare with: "
-            "random, first-fit, most-idle, least-pending, lora-affinity, round-robin"
+            "random, first-fit, most-idle, least-pending, lora-affinity, round-robin",
+            extra=EXPERT,
         ),
     ] = "motet"
     admission: Annotated[
@@ -30,21 +31,52 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     predict_ms: Annotated[
         float,
         Meta(
-            gt=0, le=1000, description="time limit of the predictor in milliseconds; then the scheduler uses its own estimate"
+            gt=0,
+            le=1000,
+            description="time limit of the predictor in milliseconds; then the scheduler uses its own estimate",
+            extra=EXPERT,
         ),
     ] = 5.0
     assign_s: Annotated[
-        float, Meta(gt=0, le=60, description="time limit in seconds for a worker to accept or refuse a request")
+        float,
+        Meta(
+            gt=0,
+            le=60,
+            description="time limit in seconds for a worker to accept or refuse a request",
+            extra=EXPERT,
+        ),
     ] = 1.0
-    attempts: Annotated[int, Meta(ge=1, le=16, description="maximum workers tried per request")] = 3
-    stale_s: Annotated[float, Meta(gt=0, description="seconds without a report after which a worker gets no requests")] = 3.0
+    attempts: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=16,
+            description="maximum workers tried per request",
+            extra=EXPERT,
+        ),
+    ] = 3
+    stale_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="seconds without a report after which a worker gets no requests",
+            extra=EXPERT,
+        ),
+    ] = 3.0
     drop_s: Annotated[
-        float, Meta(gt=0, description="seconds without a report after which a worker is removed from the scheduler's state")
+        float,
+        Meta(
+            gt=0,
+            description="seconds without a report after which a worker is removed from the scheduler's state",
+            extra=EXPERT,
+        ),
     ] = 10.0
     in_flight_s: Annotated[
         float,
         Meta(
-            gt=0, description="seconds for which an accepted request counts as load while the worker's state does not show it"
+            gt=0,
+            description="seconds for which an accepted request counts as load while the worker's state does not show it",
+            extra=EXPERT,
         ),
     ] = 3.0
     rebalance: Annotated[
@@ -55,15 +87,23 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         Literal["off", "on"],
         Meta(
             description="with --rebalance on: whether a request that moves fetches its KV blocks from its old worker where that"
-            " is predicted to be faster than computing them again"
+            " is predicted to be faster than computing them again",
+            extra=EXPERT,
         ),
     ] = "on"
     place_s: Annotated[
         float,
-        Meta(gt=0, description="with --rebalance on: seconds between decisions about which adapters workers keep loaded"),
+        Meta(
+            gt=0,
+            description="with --rebalance on: seconds between decisions about which adapters workers keep loaded",
+            extra=EXPERT,
+        ),
     ] = 180.0
     decision_log: Annotated[
-        str, Meta(description="file that records everything decisions depend on, for replay; overwritten; empty: none")
+        str,
+        Meta(
+            description="file that records everything decisions depend on, for replay; overwritten; empty: none", extra=EXPERT
+        ),
     ] = ""
 
     @property

@@ -12,6 +12,7 @@ from motet.policies.step.cold_start import ColdStartName
 from motet.shared.adapter_blob import PAGE_RANKS, pages_for
 from motet.shared.config import (
     COMMON,
+    EXPERT,
     MAX_LORA_RANK,
     PER_PROCESS,
     BaseModelConfig,
@@ -76,7 +77,10 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     ] = "none"
     load_format: Annotated[
         Literal["auto", "dummy"],
-        Meta(description="weights: auto (the checkpoint's), or dummy (random ones, for benchmarks)"),
+        Meta(
+            description="weights: auto (the checkpoint's), or dummy (random ones, for benchmarks)",
+            extra=EXPERT,
+        ),
     ] = "auto"
     packed_weights_dir: Annotated[
         str,
@@ -117,7 +121,8 @@ class BatchConfig(Config, frozen=True, kw_only=True):
         Meta(
             description="order of waiting requests: fcfs (by priority, TTFT objective and arrival), motet (also by size, recent"
             " service of the tenant and the adapter, and whether the adapter is in use), chameleon (queues by size with"
-            " quotas), static (four fixed queues), sjf (shortest predicted output first)"
+            " quotas), static (four fixed queues), sjf (shortest predicted output first)",
+            extra=EXPERT,
         ),
     ] = "fcfs"
 
@@ -126,7 +131,14 @@ class KvConfig(Config, frozen=True, kw_only=True):
     """The KV cache."""
 
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
-    kv_blocks: Annotated[int, Meta(ge=0, description="number of KV blocks; 0: as many as fit into --kv-memory-gib")] = 0
+    kv_blocks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="number of KV blocks; 0: as many as fit into --kv-memory-gib",
+            extra=EXPERT,
+        ),
+    ] = 0
     kv_memory_gib: Annotated[
         float,
         Meta(
@@ -176,7 +188,8 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         Meta(
             description="which idle adapter is evicted first from full memory: next-use (least likely to be requested next,"
             " weighted by copying time per byte), gdsf (least frequent, weighted in the same way, with aging), lru, score"
-            " (Chameleon's), fair-share, none (idle adapters are not kept)"
+            " (Chameleon's), fair-share, none (idle adapters are not kept)",
+            extra=EXPERT,
         ),
     ] = "next-use"
     adapter_prefetch: Annotated[
@@ -185,13 +198,15 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
             ge=0,
             description="number of waiting requests whose adapters are copied to the device before their turn; only where"
             " copies run beside the steps",
+            extra=EXPERT,
         ),
     ] = 0
     adapter_foresight: Annotated[
         bool,
         Meta(
             description="load adapters that are likely to be requested soon to host memory and to the device, while nothing"
-            " else is being copied"
+            " else is being copied",
+            extra=EXPERT,
         ),
     ] = False
     merge: Annotated[
@@ -219,6 +234,7 @@ class ColdConfig(Config, frozen=True, kw_only=True):
         Meta(
             description="how a request starts while its adapter is being copied: auto (least predicted cost), blocking (after"
             " the copy), layerwise (when the copy stays ahead of the layers), assist (at once, with --assist-processes)",
+            extra=EXPERT,
         ),
     ] = "auto"
     assist_processes: Annotated[
@@ -231,7 +247,9 @@ class ColdConfig(Config, frozen=True, kw_only=True):
     assist_cores: Annotated[
         str,
         Meta(
-            pattern=r"^(\d+(,\d+)*)?$", description="core ids for --assist-processes, comma-separated; empty: the highest ones"
+            pattern=r"^(\d+(,\d+)*)?$",
+            description="core ids for --assist-processes, comma-separated; empty: the highest ones",
+            extra=EXPERT,
         ),
     ] = ""
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from motet.cli.main import service_command
 from motet.cli.options import config_of
 from motet.cli.stack import Stack, StackOptions
 from motet.cli.up import up
@@ -216,3 +217,9 @@ def test_a_model_without_a_chat_template_is_noted_and_a_template_that_is_none_is
     assert not options(*words, "--chat-template", "chatml").chats_missing
     with pytest.raises(ConfigError, match="--chat-template: chatlm: neither one of"):
         options(*words, MOTET_CHAT_TEMPLATE="chatlm")
+
+
+def test_a_services_help_leaves_out_what_is_for_experiments_and_help_all_shows_it() -> None:
+    short, everything = (CliRunner().invoke(service_command("scheduler"), [word]).output for word in ("--help", "--help-all"))
+    assert "--admission" in short and "--stale-s" not in short
+    assert "--stale-s" in everything.partition("For experiments")[2] and "--admission" in everything
