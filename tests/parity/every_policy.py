@@ -53,8 +53,8 @@ def difference(setting: Setting, model_dir: Path, adapters: list[HostAdapter]) -
         model_dir, kv_blocks=KV_BLOCKS, max_loras=MAX_LORAS, max_running=12, max_step_tokens=48, perf=lambda: QUICK,
         cold_start="blocking", runner=PacedRunner, **policies, **more,
     )  # fmt: skip
-    assert isinstance(engine._runner, PacedRunner)
-    engine._runner.bytes_per_s = LINK_BYTES_PER_S
+    assert isinstance(engine.runner, PacedRunner)
+    engine.runner.bytes_per_s = LINK_BYTES_PER_S
     workload, prompts = scripted(setting.seed, engine, adapters)
     np.minimum(workload.output_tokens, MOST, out=workload.output_tokens)
     workload.adapter[0], workload.output_tokens[0] = -1, LONGEST  # it runs all the time, so no step is skipped

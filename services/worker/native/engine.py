@@ -72,12 +72,12 @@ class Engine:
         cold = None
         if runner.link.bytes_per_s < math.inf:
             cold = ColdStarts(runner.config.num_layers, options.max_step_tokens, cold_start)
-        self._lora_bytes = runner.lora_bytes_total
+        self.lora_bytes = runner.lora_bytes_total
         """Largest device memory of one adapter, in bytes."""
         memory = DeviceMemory(
             kv_blocks=limits.kv_blocks,
             block_size=limits.block_size,
-            adapter_bytes=self._lora_bytes,
+            adapter_bytes=self.lora_bytes,
             block_bytes=runner.kv_block_bytes,
             shared=runner.elastic,
         )
@@ -111,6 +111,16 @@ class Engine:
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
         self.pause_s = 0.0
         """How long `step` will find nothing to do unless a command comes first."""
+
+    @property
+    def runner(self) -> Backend:
+        """What computes its steps."""
+        return self._runner
+
+    @property
+    def core(self) -> BatchCore[LiveSequence]:
+        """What decides its steps."""
+        return self._core
 
     @property
     def kv_blocks_free(self) -> int:
@@ -155,8 +165,8 @@ class Engine:
         known = len(request.prompt) + len(request.output)
         assert request.prompt and len(request.prompt) < self.max_model_len >= known, "admission lets no such request in"
         live = self._make_live(request)
-        if live.adapter_bytes > self._lora_bytes:
-            room = self._lora_bytes
+        if live.adapter_bytes > self.lora_bytes:
+            room = self.lora_bytes
             raise InvalidAdapter(f"the adapter needs {live.adapter_bytes} bytes on the device, which has {room} for adapters")
         finish = _finish_of(live) if request.output else None
         if finish is None and live.output_tokens >= request.sampling.max_tokens:

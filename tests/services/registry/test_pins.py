@@ -11,8 +11,8 @@ from motet.services.registry.service import RegistryService
 from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.audit import Audit
-from motet.shared.errors import AdapterNotFound, BadRequest, Conflict
 from motet.shared.clock import now_s
+from motet.shared.errors import AdapterNotFound, BadRequest, Conflict
 from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, PinAdapter
 from tests.services.registry.conftest import Client, StartRegistry, snapshot
 from tests.services.registry.test_tenants import register

@@ -81,7 +81,7 @@ async def pair(start: Callable[..., Any], **changed: Any) -> tuple[Running, Runn
 
 
 def held(worker: Running) -> list[list[int]]:
-    return list(worker.engine._core.travelling.lists)
+    return list(worker.engine.core.travelling.lists)
 
 
 async def let_go(*workers: Running) -> None:

@@ -29,9 +29,9 @@ async def merged(worker: Running, adapter: AdapterFixture) -> AdapterRef:
 
     Thresholds and costs are fixed, because a tiny model's step times are noisy.
     """
-    modes = worker.engine._core.modes
+    modes = worker.engine.core.modes
     modes.config = replace(modes.config, decrement=0.0, multiply=1.0)
-    modes.costs, worker.engine._core.copy.weigh = PAYS, lambda running: None
+    modes.costs, worker.engine.core.copy.weigh = PAYS, lambda running: None
     ref = await worker.mesh.publish_adapter(adapter)
     for number in range(50):
         asked = generate([8, 9, number + 3], adapter=ref, max_tokens=TOKENS)
@@ -77,4 +77,4 @@ async def test_a_request_continues_at_another_worker_of_the_same_mode_as_it_woul
 
 async def test_without_the_option_nothing_is_merged(start, adapters):
     worker = await start()
-    assert worker.engine._core.modes is None
+    assert worker.engine.core.modes is None
