@@ -79,12 +79,12 @@ class _Books:
     """Counts what went wrong, in the row of the last fault before the answer ended."""
 
     def __init__(self, injected: list[Injected], rows: list[Row]) -> None:
-        self._injected, self._rows = injected, rows
+        self.injected, self.rows = injected, rows
         self.trouble: list[str] = []
 
     def note(self, what: str, ended_s: float, reason: str) -> None:
-        at = max((i for i, one in enumerate(self._injected) if one.at_s <= ended_s), default=0)
-        row = self._rows[at]
+        at = max((i for i, one in enumerate(self.injected) if one.at_s <= ended_s), default=0)
+        row = self.rows[at]
         setattr(row, what, getattr(row, what) + 1)
         self.trouble.append(f"{row.fault}: {what}: {reason}")
 
@@ -195,7 +195,7 @@ def _judge_streams(mesh: ChaosMesh, books: _Books, right: dict[int, Answer], att
         elif attempt.outcome == "broken":
             deaths = mesh.killed.get(f"gateway-{attempt.gateway + 1}", [])
             if any(attempt.began_s < death < attempt.ended_s < death + BREAK_S for death in deaths):
-                books._rows[max(i for i, x in enumerate(books._injected) if x.at_s <= attempt.ended_s)].broken += 1
+                books.rows[max(i for i, x in enumerate(books.injected) if x.at_s <= attempt.ended_s)].broken += 1
             else:
                 books.note("lost", attempt.ended_s, f"{who}: {attempt.reason}")
 

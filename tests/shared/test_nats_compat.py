@@ -23,7 +23,7 @@ from nats.micro.service import Service, ServiceConfig
 from motet.cli.nats_server import NatsServer
 from motet.shared import nats_compat
 from motet.shared.clock import now_s
-from tests.chaos.mesh import ROUTE_PINGS, _free_ports
+from tests.chaos.mesh import ROUTE_PINGS, free_ports
 from tests.shared.relay import recorded
 from tests.support import eventually
 
@@ -380,7 +380,7 @@ async def test_nodes_with_pinged_routes_send_no_requests_to_a_frozen_node(tmp_pa
 
     One member of the queue group is on the second, another one moves there from the frozen third.
     """
-    ports = _free_ports(3)
+    ports = free_ports(3)
     routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
     async with contextlib.AsyncExitStack() as stack:
         nodes = []
