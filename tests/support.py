@@ -1,4 +1,4 @@
-"""Helpers of all tests: polling instead of sleeping."""
+"""Helpers of all tests: polling instead of sleeping, and what a metric says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from motet.shared.clock import now_s
+
+
+def reading(metric: Any) -> float:
+    """The present value of a counter or gauge, summed over its labels, or of one child of it."""
+    return sum(one.value for family in metric.collect() for one in family.samples if not one.name.endswith("_created"))
 
 
 async def eventually(condition: Callable[[], Any | Awaitable[Any]], *, within_s: float = 10.0, every_s: float = 0.02) -> Any:

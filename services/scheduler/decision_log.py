@@ -87,7 +87,7 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decision]]:
 
     Raises ValueError for a file that is not a decision log, naming the record.
     """
-    records = _records(path)
+    records = records_of(path)
     setup = next(records, None)
     if not isinstance(setup, Setup):
         raise ValueError(f"{path.name}: record 1 is not a scheduler's set-up")
@@ -111,7 +111,7 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decision]]:
                 cluster.on(record)
 
 
-def _records(path: Path) -> Iterator[LogRecord]:
+def records_of(path: Path) -> Iterator[LogRecord]:
     decode = msgspec.msgpack.Decoder(LogRecord).decode
     with path.open("rb") as file:
         number = 0

@@ -67,7 +67,7 @@ class SchedulerService(BusService):
         self._config = config
         self.id = config.process.identity("scheduler")
         self._leases: LeaseWatch | None = None
-        self._lengths = LengthQuantiles(ADAPTERS)
+        self.lengths = LengthQuantiles(ADAPTERS)
         self._demand = Demand()
         self._policy = POLICIES[config.policy]()
         self._log: DecisionLog | None = None
@@ -81,8 +81,8 @@ class SchedulerService(BusService):
         if config.decision_log:
             self._log = _open_log(config.decision_log, setup)
         self.cluster = setup.cluster()
-        self._rebalancer: Rebalancer | None = None
-        self._placer: Placer | None = None  # with --rebalance on
+        self.rebalancer: Rebalancer | None = None
+        self.placer: Placer | None = None  # with --rebalance on
 
     # ---- life
 
@@ -96,19 +96,19 @@ class SchedulerService(BusService):
         await self._settle(watching)
         identity = f"{self.id}-{secrets.token_hex(8)}"
         placer = Placer(bus, self.cluster, identity=identity, every_s=self._config.place_s)
-        self._rebalancer = Rebalancer(
+        self.rebalancer = Rebalancer(
             bus,
             self.cluster,
-            self._lengths.mean_tokens,
+            self.lengths.mean_tokens,
             identity=identity,
             stale_s=self._config.stale_s,
             config=RebalanceConfig(kv_travel=self._config.kv_travel == "on"),
             placer=placer,
         )
         if self._config.rebalance == "on":
-            self._placer = placer
+            self.placer = placer
             await placer.start()
-            bus.spawn(self._rebalancer.run())
+            bus.spawn(self.rebalancer.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
 
@@ -121,9 +121,9 @@ class SchedulerService(BusService):
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        if self._rebalancer is not None:
+        if self.rebalancer is not None:
             with contextlib.suppress(MotetError):
-                await self._rebalancer.stop()
+                await self.rebalancer.stop()
         await super().stop()
         if self._log is not None:
             self._log.close()
@@ -164,10 +164,10 @@ class SchedulerService(BusService):
         self._on(Heard(message, now_s(), held))
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        self._lengths.observe(outcome.adapter_digest, outcome.output_tokens)
+        self.lengths.observe(outcome.adapter_digest, outcome.output_tokens)
 
     async def _status(self, asked: StatusRequest) -> ClusterStatus:
-        plans = await self._rebalancer.dry_run() if asked.plan and self._rebalancer is not None else []
+        plans = await self.rebalancer.dry_run() if asked.plan and self.rebalancer is not None else []
         return ClusterStatus(scheduler_id=self.id, workers=self.cluster.status(now_s()), plans=plans)
 
     # ---- a request
@@ -214,14 +214,14 @@ class SchedulerService(BusService):
         except msgspec.MsgspecError:
             metrics.PREDICTION_MISSES.labels("failed").inc()
         if tokens is None:
-            tokens = self._lengths.expected_tokens(digest, max_tokens)
+            tokens = self.lengths.expected_tokens(digest, max_tokens)
         produced = len(request.output) // TOKEN_BYTES
         return min(max_tokens, max(tokens, produced + 1))
 
     async def _place(self, request: GenerateRequest) -> Assigned:
         brief = _brief(request)
-        if self._placer is not None and request.adapter is not None and not request.epoch:
-            self._placer.asked(request.adapter)
+        if self.placer is not None and request.adapter is not None and not request.epoch:
+            self.placer.asked(request.adapter)
         failures: dict[str, MotetError] = {}
         standing = self._demand.asked(request.tenant, request.tenant_weight, now_s(), 1 + max(0, request.repeated))
         request.repeated = 0
@@ -260,7 +260,7 @@ class SchedulerService(BusService):
 
     def _decide(self, ask: Ask) -> Decision:
         began = now_s()
-        avg_resp_len = self._lengths.mean_tokens()
+        avg_resp_len = self.lengths.mean_tokens()
         decision = decide(
             self._policy,
             self.cluster.state,

@@ -104,7 +104,7 @@ async def measure(
         await worker.service.start()
         if "embeddings" in worker.limits.capabilities:
             raise ConfigError("--model: a pooling model decodes nothing; only models that generate text are measured")
-        profiler = _Profiler(worker, model_dir)
+        profiler = Profiler(worker, model_dir)
         await profiler.publish()
         began_s = now_s()
         batches = profiler.batches()
@@ -210,7 +210,7 @@ class _Loads:
         return "never"
 
 
-class _Profiler:
+class Profiler:
     def __init__(self, worker: _Observed, model_dir: Path) -> None:
         assert worker.service.bus is not None, "the worker has started"
         self._worker, self._bus, self._model_dir = worker, worker.service.bus, model_dir

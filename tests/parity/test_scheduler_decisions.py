@@ -11,7 +11,7 @@ import pytest
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.dispatch import POLICIES, decide
 from motet.services.scheduler.config import SchedulerConfig
-from motet.services.scheduler.decision_log import DecisionLog, Setup, _records, replay
+from motet.services.scheduler.decision_log import DecisionLog, Setup, records_of, replay
 from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
@@ -93,7 +93,7 @@ def test_every_event_is_read_as_it_was_written(tmp_path):
     for event in events:
         log.write(event)
     log.close()
-    assert list(_records(tmp_path / "decisions")) == [SETUP, *events]
+    assert list(records_of(tmp_path / "decisions")) == [SETUP, *events]
 
 
 def test_a_log_that_is_full_ends_and_one_that_is_damaged_is_refused(tmp_path):

@@ -39,7 +39,7 @@ async def test_an_adapter_that_is_asked_for_is_placed_on_workers(bus, schedule, 
     first = await bucket.get(holder)
     assert decode(first.value, Placement).owner.startswith(service.id)
     await submit(bus, generate_request("r9", rank=8))
-    await service._rebalancer._placer.place()
+    await service.placer.place()
     assert (await bucket.get(holder)).revision == first.revision, "what has not changed is not written again"
 
 
@@ -81,4 +81,4 @@ async def test_nothing_is_placed_while_rebalancing_is_off(bus, schedule, hire):
     service = await schedule()
     await knows(service, "w1")
     await submit(bus, generate_request("r0", rank=8))
-    assert service._placer is None
+    assert service.placer is None

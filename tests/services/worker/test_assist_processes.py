@@ -184,7 +184,7 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
 
 def test_late_processes_are_given_up_and_their_late_writes_have_no_effect(cold: Cold, cached: Cached) -> None:
     cold.assist.watchdog_s = 0.02
-    pids, channels = cold.assist.pids, cold.assist._channels
+    pids, channels = cold.assist.pids, cold.assist.helpers([], 0).channels
     over = threading.Event()
 
     def resume_when_given_up() -> None:

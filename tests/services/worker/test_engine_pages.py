@@ -154,7 +154,7 @@ def test_memory_that_the_driver_cannot_share_is_refused_with_the_reason(bed: Bed
     ],
 )
 def test_a_gpu_shares_its_memory_only_when_it_is_told_to(option: str, device: str, shared: bool) -> None:
-    assert assemble._shares_memory(WorkerConfig.of(model="m", device_memory=option), device) == shared
+    assert assemble.shares_memory(WorkerConfig.of(model="m", device_memory=option), device) == shared
 
 
 def test_memory_that_is_shared_has_room_for_pages_used_in_part_and_none_for_a_merged_copy_beside_it(
@@ -167,7 +167,7 @@ def test_memory_that_is_shared_has_room_for_pages_used_in_part_and_none_for_a_me
 
     def blocks(option: str, merge: str) -> int:
         config = WorkerConfig.of(model=str(bed.model_dir), device_memory=option, merge=merge, block_size=16)
-        return assemble._memory(config, model, bed.model_dir, "cuda:3")[0]
+        return assemble.memory_of(config, model, bed.model_dir, "cuda:3")[0]
 
     edges = device_memory.edge_bytes(model.num_layers, block_bytes, PAGE, spare_blocks=1)
     assert blocks("fixed", "off") - blocks("shared", "off") == pytest.approx(edges / block_bytes, abs=1)
