@@ -56,7 +56,8 @@ class Mesh:
 
 
 @pytest.fixture
-async def mesh(connect: Connect, bus: Bus) -> AsyncIterator[Mesh]:
+async def mesh(connect: Connect, bus: Bus, request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
+    """A mesh whose owner takes 64 requests, or as many as the parameter says."""
     workers = await start_workers(connect, "w1", "w2")
     scheduler = FakeScheduler(await connect("scheduler"), ["w1", "w2"])
     await scheduler.start()
@@ -64,10 +65,17 @@ async def mesh(connect: Connect, bus: Bus) -> AsyncIterator[Mesh]:
     fleet = Fleet(gateway_bus, "demo")
     await fleet.start()
     owner = Owner(
-        gateway_bus, fleet, Detokenizer(TOKENIZER), gateway_id="g1", base_model="demo", max_inflight=64, stream_buffer_tokens=64
+        gateway_bus,
+        fleet,
+        Detokenizer(TOKENIZER),
+        gateway_id="g1",
+        base_model="demo",
+        max_inflight=getattr(request, "param", 64),
+        stream_buffer_tokens=64,
     )
     await owner.start()
-    await eventually(lambda: len(fleet.workers()) == 2 and owner._leases.alive("w1") and owner._leases.alive("w2"))
+    leases = owner._leases  # private: only a worker whose lease was seen can be lost
+    await eventually(lambda: len(fleet.workers()) == 2 and leases.alive("w1") and leases.alive("w2"))
     yield Mesh(owner, scheduler, workers, bus)
     await owner.stop()
 
@@ -206,7 +214,7 @@ async def test_frames_of_an_older_epoch_or_another_worker_are_ignored_and_stoppe
     await eventually(lambda: len(stream.tokens) == 2)
     await mesh.second.emit(request, 2, [0])
     await cancelled(mesh.second, "r1", epoch=0)
-    mesh.owner._resume(stream, "test")
+    await mesh.first.emit(request, 4, [TOKENS[4]])  # a gap, which is filled by resuming
     resumed = await assigned(mesh.first, 2)
     await mesh.first.emit(request, 2, [0])
     await cancelled(mesh.first, "r1", epoch=0)
@@ -425,8 +433,8 @@ async def test_log_probabilities_count_in_the_bytes_of_one_unread_stream(mesh: M
     assert tokens_of(await read(plain)) == TOKENS[:1] * 13
 
 
+@pytest.mark.parametrize("mesh", [1], indirect=True)
 async def test_beyond_its_limit_the_owner_refuses_at_once(mesh: Mesh) -> None:
-    mesh.owner._max_inflight = 1
     stream = await mesh.owner.open(job("a"))
     with pytest.raises(Overloaded) as refused:
         await mesh.owner.open(job("b"))

@@ -78,7 +78,8 @@ async def test_a_resumed_request_does_not_ask_again_for_known_prompt_logprobs(me
     asking = asyncio.ensure_future(client.completions.create(model="demo", prompt=PROMPT, extra_body={"prompt_logprobs": 1}))
     request = await assigned(mesh.first)
     await mesh.first.emit(request, 0, [50], prompt_logprobs=SCORES)
-    await eventually(lambda: any(stream.tokens for stream in mesh.gateway.owner._active.values()))
+    streams = mesh.gateway.owner._active  # private: a whole answer shows no token before its end
+    await eventually(lambda: any(stream.tokens for stream in streams.values()))
     await mesh.first.emit(request, 99, [], "error", error=WorkerLost("gone").info())
     again = await assigned(mesh.second)
     assert (again.sampling.prompt_logprobs, again.needs, unpack_tokens(again.output)) == (None, {}, [50])

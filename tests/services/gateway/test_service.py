@@ -91,7 +91,8 @@ async def test_a_gateway_that_leaves_its_socket_to_a_successor_answers_what_has_
             await eventually(lambda: not gateway.not_ready())
             reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
             writer.write(sent)
-            await eventually(lambda: gateway._server.server_state.connections)
+            server = gateway._server  # private: nothing else counts connections
+            await eventually(lambda: server.server_state.connections)
             leaving = asyncio.ensure_future(gateway.drain())
             await eventually(lambda: gateway.not_ready() == ["draining"])
             told_s = now_s() + 2 * LINGER_S  # by then idle connections are closed

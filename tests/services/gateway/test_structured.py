@@ -134,7 +134,8 @@ async def test_a_whole_answer_whose_worker_is_lost_begins_again_on_another(mesh:
     asking = asyncio.ensure_future(client.completions.create(model="demo", prompt="x", extra_body={"regex": "[a-z ]+"}))
     request = await assigned(mesh.first)
     await mesh.first.emit(request, 0, mesh.gateway.prompts.tokenizer.encode("lost").ids)
-    await eventually(lambda: any(stream.tokens for stream in mesh.gateway.owner._active.values()))
+    streams = mesh.gateway.owner._active  # private: a whole answer shows no token before its end
+    await eventually(lambda: any(stream.tokens for stream in streams.values()))
     await mesh.first.emit(request, 99, [], "error", error=WorkerLost("gone").info())
     again = await assigned(mesh.second)
     assert (unpack_tokens(again.output), again.epoch) == ([], 1)  # the grammar begins with the output
