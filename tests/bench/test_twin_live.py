@@ -74,7 +74,7 @@ def test_what_other_processes_take_is_counted_and_what_ended_children_took_is_no
     spin = [sys.executable, "-c", "import time\nend = time.monotonic() + 0.6\nwhile time.monotonic() < end: pass"]
     foreign = subprocess.Popen(spin)  # until it has ended it counts as another program's process
     others = Elsewhere()
-    time.sleep(0.4)
+    time.sleep(0.4)  # time: what others used in it is measured
     busy = others.cores()
     foreign.wait()
     others = Elsewhere()

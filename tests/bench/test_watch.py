@@ -18,7 +18,7 @@ def test_a_round_that_would_not_end_in_time_is_left_out_and_said_so() -> None:
     watching = Watch(limit_s=2.0)
     done = []
     for number in watching.rounds(20, "laps"):
-        time.sleep(0.3)
+        time.sleep(0.3)  # time: a round takes so long
         done.append(number)
     assert 1 <= len(done) < 8
     assert watching.figures()["cut_short"] == [f"{len(done)} of 20 laps"]

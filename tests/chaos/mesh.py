@@ -173,7 +173,7 @@ class ChaosMesh:
         await client.subscribe(subjects.WORKER_STATES, cb=hear)
         for _ in range(waves):
             shown.clear()
-            await asyncio.sleep(MOVES_EVERY_S)
+            await asyncio.sleep(MOVES_EVERY_S)  # time: between two waves
             workers = sorted({worker_id for worker_id, _ in shown.values()})
             for request_id, (worker_id, epoch) in shown.items():
                 others = [one for one in workers if one != worker_id]
@@ -210,14 +210,14 @@ class ChaosMesh:
             self.child(name).signal(signal.SIGKILL)
             return
         self.nats[name].kill()
-        await asyncio.sleep(NATS_BACK_S)
+        await asyncio.sleep(NATS_BACK_S)  # time: how long the broker is away
         await self.nats[name].start()
 
     async def freeze(self, name: str, for_s: float) -> None:
         """SIGSTOP, and SIGCONT after `for_s`."""
         pid = self.nats[name].pid if name in self.nats else self.child(name).pid
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(for_s)
+        await asyncio.sleep(for_s)  # time: how long the fault lasts
         os.kill(pid, signal.SIGCONT)
 
     async def cut(self, name: str, for_s: float) -> None:
@@ -232,7 +232,7 @@ class ChaosMesh:
     async def _cut(self, relays: list[Relay], for_s: float) -> None:
         for relay in relays:
             relay.cut()
-        await asyncio.sleep(for_s)
+        await asyncio.sleep(for_s)  # time: how long the fault lasts
         for relay in relays:
             relay.heal()
 
@@ -240,7 +240,7 @@ class ChaosMesh:
         """Deliver nothing that a process sends or should receive, without closing a connection."""
         for relay in self.stack.relays[name]:
             relay.silence()
-        await asyncio.sleep(for_s)
+        await asyncio.sleep(for_s)  # time: how long the fault lasts
         for relay in self.stack.relays[name]:
             relay.heal()
 

@@ -164,7 +164,7 @@ async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault) -> tuple[Inje
     one.took_s = now_s() - one.at_s
     await mesh.healed()
     healed_s = now_s() - one.at_s
-    await asyncio.sleep(SETTLE_S)
+    await asyncio.sleep(SETTLE_S)  # time: streams run on, so that a late loss is seen
     one.until_s = now_s()
     for name in gateways:
         one.resumed |= set(_RESUMING.findall(_read_from(mesh.log(name), offsets[name])))

@@ -197,7 +197,7 @@ async def test_no_user_connects_without_a_password(server: NatsServer) -> None:
         client = nats.NATS()
         with pytest.raises(nats.errors.Error):
             await client.connect(server.url, allow_reconnect=False, **given)
-        client._transport.close()  # the library leaves the socket of a failed connect open
+        client._transport.close()  # private: the library leaves the socket of a failed connect open
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ async def test_an_answer_arrives_although_its_service_was_disconnected_meanwhile
 
     async def pong(_: Ping) -> Ping:
         before = registry.nc.stats["reconnects"]
-        registry.nc._transport._io_writer.transport.abort()  # type: ignore[attr-defined]
+        registry.nc._transport._io_writer.transport.abort()  # private: the library loses no connection on demand
         await eventually(lambda: registry.nc.stats["reconnects"] > before and registry.connected)
         return Ping("pong")
 

@@ -17,6 +17,7 @@ from motet.kernels import GROUPS, LoraPool, PackedLora
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.loading import CpuLoader
 from motet.kernels.device import DeviceLoader, host_streams
+from tests.support import until
 
 MODULES = tuple(module for group in GROUPS.values() for module in group)
 LAYERS = 6
@@ -104,11 +105,8 @@ def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return len(got) == len(want) and all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
-def wait(done: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.0005)
+def wait(done: Callable[[], bool]) -> None:
+    until(done, within_s=20.0, every_s=0.0005)
 
 
 def whole(pool: LoraPool, slot: int) -> bool:
@@ -222,7 +220,7 @@ def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_
     for _ in range(40):
         begin(loader, pool, 1, old)
         begin(loader, pool, 2, other)
-        time.sleep(draw.random() * 0.004)  # anywhere in the two loads
+        time.sleep(draw.random() * 0.004)  # time: anywhere in the two loads
         cancelled = draw.choice([1, 2])
         loader.cancel(cancelled)
         pool.free(cancelled)

@@ -53,7 +53,7 @@ async def test_a_slow_answer_is_a_deadline_and_a_typed_error_survives_the_wire(b
     server = await connect("predictor-1")
 
     async def slow(_: PredictRequest) -> Prediction:
-        await asyncio.sleep(30)
+        await asyncio.sleep(30)  # time: longer than the deadline of who asks
         raise AssertionError("unreachable")
 
     async def busy(_: PredictRequest) -> Prediction:
@@ -126,7 +126,7 @@ async def test_a_client_that_gave_up_reconnecting_is_known_to_be_lost(bus, nats_
     async def broken(_: object) -> None:
         raise ValueError("an unexpected answer")
 
-    monkeypatch.setattr(bus.nc, "_connect_to_server", broken)  # private: the library fails so at no time that a test can choose
+    monkeypatch.setattr(bus.nc, "_connect_to_server", broken)  # private: the library fails so at no time of our choice
     nats_server.kill()
     await eventually(lambda: "unexpected answer" in bus.lost)
 

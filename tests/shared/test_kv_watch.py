@@ -181,7 +181,7 @@ async def test_a_hung_broker_makes_a_watch_stale_but_loses_no_lease(connect, nat
     os.kill(nats_server.pid, signal.SIGSTOP)
     try:
         await eventually(lambda: not mirror.watch.live)
-        await asyncio.sleep(EXPIRY_S)  # time is the input: silence longer than an expiry
+        await asyncio.sleep(EXPIRY_S)  # time: silence longer than an expiry
         assert watch.ids() == ["w1"] and lost == []
     finally:
         os.kill(nats_server.pid, signal.SIGCONT)
@@ -210,7 +210,7 @@ async def test_leases_that_cannot_be_renewed_do_not_end(connect, bus, monkeypatc
 
     monkeypatch.setattr(Bucket, "put", put_some)
     await refused.wait()
-    await asyncio.sleep(EXPIRY_S + 1.0)  # time is the input
+    await asyncio.sleep(EXPIRY_S + 1.0)  # time: past every expiry
     assert watch.ids() == ["w1"] and lost == []
     refuses.remove("gateway.g1")
     await eventually(lambda: lost == ["w1"])  # renewals get through again, so a lease without one has ended
@@ -226,7 +226,7 @@ async def test_a_clock_that_jumps_ends_no_lease(connect, bus, monkeypatch, jump_
     monkeypatch.setattr(leases, "unix_ms", lambda: unix_ms() + jump_s * 1000)
     late = LeaseWatch(bus, "worker", lost.append)
     await late.start()
-    await asyncio.sleep(EXPIRY_S + 0.5)  # time is the input
+    await asyncio.sleep(EXPIRY_S + 0.5)  # time: past every expiry
     assert watch.ids() == late.ids() == ["w1"] and lost == []
 
 

@@ -48,7 +48,7 @@ async def test_health_is_503_with_the_reason_once_the_connection_is_gone_for_goo
     try:
         await predictor.start()
         assert await health(port) == (200, {"status": "ok", "service": "predictor"})
-        bus = predictor._bus
+        bus = predictor._bus  # private: only its own connection can be ended for good
         assert bus is not None
         await bus.nc.publish("t.any", b"x" * bus.max_payload, headers={"and": "a header"})
         await eventually(lambda: predictor.failure())

@@ -78,7 +78,7 @@ async def test_a_replaced_version_is_removed_once_it_is_old_and_unused(
     digest, store = first.entry.digest, registry.store
     monkeypatch.setattr(registry.usage, "idle", lambda asked, now_s: asked != digest)
     await eventually(lambda: not store.claims(digest))
-    await asyncio.sleep(0.1)  # time is the input: it becomes older than UNUSED_S
+    await asyncio.sleep(0.1)  # time: it becomes older than UNUSED_S
     assert await store.sweep() == 0 and digest in await client.blobs()
     monkeypatch.setattr(registry.usage, "idle", lambda *_: True)
     assert await store.sweep() == 1

@@ -77,7 +77,7 @@ async def test_nothing_moves_while_rebalancing_is_off(bus, schedule, hire):
     await hire("w1", limits=LIMITS, prepare=busy)
     await hire("w2", limits=LIMITS)
     await schedule()
-    await asyncio.sleep(1.0)  # time is the input: a plan would have been made by then
+    await asyncio.sleep(1.0)  # time: a plan would have been made by then
     assert not heard
 
 
@@ -91,7 +91,7 @@ async def test_of_several_schedulers_one_plans_and_another_takes_over(bus, sched
 
     await eventually(lambda: any(turns()))
     for _ in range(10):
-        await asyncio.sleep(0.1)  # time is the input: over several renewals
+        await asyncio.sleep(0.1)  # time: over several renewals
         assert sum(turns()) <= 1
     holder, other = (first, second) if turns()[0] else (second, first)
     await holder.stop()

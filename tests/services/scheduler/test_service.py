@@ -428,7 +428,7 @@ async def test_losing_the_broker_does_not_lose_the_workers(bus, schedule, hire, 
     service = await schedule(stale_s=1.0, drop_s=1.5)
     nats_server.kill()
     await eventually(lambda: service.not_ready())
-    await asyncio.sleep(2.0)  # time is the input: longer than drop_s
+    await asyncio.sleep(2.0)  # time: longer than drop_s
     assert service.cluster.knows("w1")
     await nats_server.start()
     await eventually(lambda: not service.not_ready() and bus.connected, within_s=15)
@@ -447,7 +447,7 @@ async def test_losing_the_broker_does_not_lose_the_workers(bus, schedule, hire, 
 
 async def predictor(bus: Bus, tokens: int, delay_s: float = 0.0) -> None:
     async def answer(_: PredictRequest) -> Prediction:
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(delay_s)  # time: the answer comes so late
         return Prediction(p50_tokens=tokens, p90_tokens=tokens, samples=1)
 
     await bus.serve("predict", subjects.PREDICT, PredictRequest, answer, queue="predictor")

@@ -138,7 +138,7 @@ class Running:
         step = self.engine.step
 
         def slow(now_s: float) -> Any:
-            time.sleep(step_s)
+            time.sleep(step_s)  # time: a step takes so long
             return step(now_s)
 
         self.engine.step = slow

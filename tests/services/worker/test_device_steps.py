@@ -98,7 +98,7 @@ def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monke
     def standing_still(*arguments: Any) -> None:
         if threading.current_thread() is not steps_thread:
             while runner.loaded_layers(slot) < runner.config.num_layers:
-                time.sleep(0.001)  # time is the input: the device is not idle while its stream waits
+                time.sleep(0.001)  # time: the device is not idle while its stream waits
         send(*arguments)
 
     monkeypatch.setattr(LayerStaging, "send", standing_still)

@@ -51,7 +51,7 @@ async def test_the_reason_of_an_unforeseen_failure_is_short_and_one_line(heard, 
     def broken(*_: object) -> None:
         raise OSError("cannot open\nshared object " + 1000 * "x")
 
-    monkeypatch.setattr(WorkerService, "_build", broken)
+    monkeypatch.setattr("motet.services.worker.native.assemble.assemble", broken)
     service = WorkerService(WorkerConfig.of(nats_url=nats_url, model=str(checkpoint), device="cpu"))
     with pytest.raises(OSError, match="cannot open"):
         await service.start()

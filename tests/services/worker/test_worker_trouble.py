@@ -130,7 +130,7 @@ async def test_requests_whose_frames_could_not_be_sent_are_cancelled_and_their_g
     request = generate([1, 2, 3], max_tokens=200)
     await worker.accepted(request)
     await eventually(lambda: worker.mesh.tokens(request.request_id))
-    worker.service.bus.nc._max_pending_size = 1
+    worker.service.bus.nc._max_pending_size = 1  # private: from now on the library has no room to wait
     nats_server.kill()
     await eventually(lambda: not len(worker.service.core))
     await nats_server.start()
