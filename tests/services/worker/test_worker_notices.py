@@ -48,7 +48,7 @@ async def test_a_worker_whose_model_is_not_there_says_so(heard, nats_url):
 
 
 async def test_the_reason_of_an_unforeseen_failure_is_short_and_one_line(heard, nats_url, checkpoint, monkeypatch):
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise OSError("cannot open\nshared object " + 1000 * "x")
 
     monkeypatch.setattr("motet.services.worker.native.assemble.assemble", broken)
