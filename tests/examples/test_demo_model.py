@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -30,17 +28,8 @@ def inputs() -> list[str]:
     return [sample_text(rng, "unseen") for _ in range(40)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The matrices are small: more threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
-def checker(one_thread: None) -> Checker:
+def checker() -> Checker:
     return Checker(MODEL, ADAPTERS)
 
 
