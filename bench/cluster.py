@@ -267,7 +267,7 @@ def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool)
     runs = {case: pool.submit(measure, setting, case) for case in cases}
     until_s = time.time() + watch.left_s
     searches = [] if quick else [(kernel, policy) for kernel in kernels for policy in POLICIES]
-    breaks = {one: pool.submit(_breaking_rate, _Search(setting, one[0], until_s), one[1]) for one in searches}
+    breaks = {one: pool.submit(breaking_rate, _Search(setting, one[0], until_s), one[1]) for one in searches}
 
     paper = [[f"{rate:g} requests/s, rank {rank}", said] for rate, rank, said in PAPER_LOADS]
     rows: list[list[object]] = [[*row, check.result()] for row, check in zip(paper, checks, strict=True)]
@@ -366,7 +366,7 @@ class _Search:
         return measure(self.setting, Case(policy=policy, kernel=self.kernel, rate=rate))
 
 
-def _breaking_rate(search: Callable[[str, float], Outcome | None], policy: str) -> float | None:
+def breaking_rate(search: Callable[[str, float], Outcome | None], policy: str) -> float | None:
     """The load at which attainment falls to BROKEN; None when time was over first.
 
     The rate is changed by a tenth per run, and the result interpolated linearly between the last two runs.

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     for rank, (tokens, rounds) in product(ranks, grid.prompts.items()):
                         due += MEASURED / weights
                         asked = [Asked(0.0, prompts(1, tokens, seed=tokens)[0], 2)]
-                        cells[link, rank, tokens] = _measure(rig, whole, asked, rank, rounds, args.watch, due)
+                        cells[link, rank, tokens] = measure(rig, whole, asked, rank, rounds, args.watch, due)
         sizes = {rank: blobs[0].stat().st_size for rank, blobs in files.blobs.items()}
     _show(args.model, cells, bursts, sizes)
     figures: dict[str, Any] = {
@@ -159,7 +159,7 @@ def _parts(quick: bool) -> dict[str, Any]:
     return {"shm_round_trip_ms_p50_8proc": trips[-1]["shm_ms_p50"], "round_trips": trips, "prefills": halves}
 
 
-def _measure(rig: Rig, whole: Rig, asked: list[Asked], rank: int, rounds: int, watch: Watch, within: float = 1.0) -> Cell:
+def measure(rig: Rig, whole: Rig, asked: list[Asked], rank: int, rounds: int, watch: Watch, within: float = 1.0) -> Cell:
     """Serve the same requests in every way, in turns and in another order each time. `whole` has all cores."""
     cell = Cell({way: [] for way in SHOWN})
     order = list(SHOWN)
@@ -182,7 +182,7 @@ def _burst(rig: Rig, whole: Rig, rank: int, requests: int, rounds: int, watch: W
     service_s = statistics.fmean(one.latency_ms for one in one_by_one) / 1e3
     at = np.cumsum(rng.exponential(service_s / BURST_LOAD, requests))
     asked = [Asked(float(s - at[0]), prompt, BURST_TOKENS) for s, prompt in zip(at, prompts_, strict=True)]
-    cell = _measure(rig, whole, asked, rank, rounds, watch, within)
+    cell = measure(rig, whole, asked, rank, rounds, watch, within)
     cell.prefill_ms = statistics.fmean(one.ttft_ms for one in one_by_one)
     return cell
 

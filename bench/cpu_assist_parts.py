@@ -50,7 +50,7 @@ while True:
 """
 
 
-class _Adapter:
+class Adapter:
     """An adapter of the pool's type in memory that the CPU LoRA processes map."""
 
     def __init__(self, pool: LoraPool, modules: Sequence[str], rank: int) -> None:
@@ -94,18 +94,18 @@ def round_trips(*, quick: bool, counts: Sequence[int] = ()) -> list[dict[str, An
 def prefills(*, quick: bool, counts: Sequence[int] = ()) -> list[dict[str, Any]]:
     """For each number of cores: milliseconds of one process per core, and of torch with as many threads."""
     repeats = 5 if quick else 30
-    engine, pool = _pool()
-    adapter = _Adapter(pool, GROUPS["qkv"], RANK)
+    engine, pool = made_pool()
+    adapter = Adapter(pool, GROUPS["qkv"], RANK)
     x = torch.randn(PROMPT, HIDDEN)
     allowed = sorted(os.sched_getaffinity(0))
     found = []
     for count in counts or range(1, len(allowed) + 1):
-        assist = _started(engine, pool, allowed[-count:], PROMPT)
+        assist = started(engine, pool, allowed[-count:], PROMPT)
         channels = assist.helpers([], 0).channels
         xs = x.tensor_split(count)
 
         def by_processes(channels: Sequence[Channel] = channels, xs: Any = xs) -> None:
-            _ask(channels, adapter, xs, [None] * len(xs), QKV)
+            ask(channels, adapter, xs, [None] * len(xs), QKV)
 
         processes = _times(by_processes, repeats)
         assist.close()
@@ -113,13 +113,13 @@ def prefills(*, quick: bool, counts: Sequence[int] = ()) -> list[dict[str, Any]]
     return found
 
 
-def _pool() -> tuple[CpuEngine, LoraPool]:
+def made_pool() -> tuple[CpuEngine, LoraPool]:
     """A pool with shapes and type only; nothing is loaded."""
     pool = LoraPool(SHAPES, layers=1, slots=1, max_rank=RANK, bytes_total=1 << 16, dtype=torch.bfloat16)
     return CpuEngine(threads=1), pool
 
 
-def _started(engine: CpuEngine, pool: LoraPool, cores: Sequence[int], max_rows: int) -> CpuAssist:
+def started(engine: CpuEngine, pool: LoraPool, cores: Sequence[int], max_rows: int) -> CpuAssist:
     assist = CpuAssist(engine, pool, cores=cores, max_rows=max_rows)
     until = time.monotonic() + START_S
     while assist.capacity.processes < len(cores):
@@ -130,17 +130,17 @@ def _started(engine: CpuEngine, pool: LoraPool, cores: Sequence[int], max_rows: 
 
 
 def _over_memory(x: torch.Tensor, ys: Sequence[torch.Tensor], cores: Sequence[int], repeats: int) -> list[float]:
-    engine, pool = _pool()
-    adapter = _Adapter(pool, ["q_proj"], 8)  # nothing on o: a request there is a round trip and no more
-    assist = _started(engine, pool, [cores[i % len(cores)] for i in range(len(ys))], TOKENS)
+    engine, pool = made_pool()
+    adapter = Adapter(pool, ["q_proj"], 8)  # nothing on o: a request there is a round trip and no more
+    assist = started(engine, pool, [cores[i % len(cores)] for i in range(len(ys))], TOKENS)
     channels = assist.helpers([], 0).channels
-    times = _times(lambda: _ask(channels, adapter, [x] * len(ys), ys, OUT), repeats)
+    times = _times(lambda: ask(channels, adapter, [x] * len(ys), ys, OUT), repeats)
     assist.close()
     return times
 
 
-def _ask(
-    channels: Sequence[Channel], adapter: _Adapter, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor | None], group: int
+def ask(
+    channels: Sequence[Channel], adapter: Adapter, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor | None], group: int
 ) -> None:
     loading = loading_of(0, adapter)
     for channel, x in zip(channels, xs, strict=True):
@@ -175,14 +175,14 @@ def _over_sockets(x: torch.Tensor, ys: Sequence[torch.Tensor], cores: Sequence[i
     return times
 
 
-def _matrices(adapter: _Adapter) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def matrices(adapter: Adapter) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A and B^T [rank, hidden] of q, k, v."""
     pages = adapter.packed.arena.view(3, RANK // 8, 2, 8, HIDDEN)  # of one layer: [module, page, A and B^T, rank]
     return [(page[:, 0].reshape(RANK, HIDDEN).clone(), page[:, 1].reshape(RANK, HIDDEN).clone()) for page in pages]
 
 
-def _by_torch(adapter: _Adapter, x: torch.Tensor, threads: int, repeats: int) -> list[float]:
-    parts = _matrices(adapter)
+def _by_torch(adapter: Adapter, x: torch.Tensor, threads: int, repeats: int) -> list[float]:
+    parts = matrices(adapter)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

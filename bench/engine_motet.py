@@ -31,7 +31,7 @@ def make(setup: dict[str, Any]) -> Generate:
         quantization=setup["quantization"],
     )
     assembly = assemble(config, model, StepTimes(START_PERF))
-    runner: Any = assembly.engine._runner
+    runner: Any = assembly.engine.runner
     cache = runner.memory.cache
     cache.clear(torch.arange(cache.blocks))  # as llama.cpp does at start: memory that is used first takes the system some time
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:

@@ -49,13 +49,13 @@ def write_bf16(model_dir: Path, path: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
-    for name, bits in _tensors(model_dir / "model.safetensors"):
+    for name, bits in tensors_of(model_dir / "model.safetensors"):
         if bits.ndim == 1:
-            writer.add_tensor(_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+            writer.add_tensor(llama_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
             continue
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            bits = _interleaved(bits, heads if name.endswith("q_proj.weight") else kv_heads)
-        writer.add_tensor(_name(name), np.ascontiguousarray(bits).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            bits = interleaved(bits, heads if name.endswith("q_proj.weight") else kv_heads)
+        writer.add_tensor(llama_name(name), np.ascontiguousarray(bits).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -72,20 +72,20 @@ def write_adapter(model_dir: Path, adapter_dir: Path, path: Path) -> None:
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(json.loads((adapter_dir / "adapter_config.json").read_text())["lora_alpha"]))
-    for name, bits in _tensors(adapter_dir / "adapter_model.safetensors"):
+    for name, bits in tensors_of(adapter_dir / "adapter_model.safetensors"):
         stem, _, half = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(stem.rpartition(".")[2])
         if half == "lora_B" and heads:
-            bits = _interleaved(bits, heads)
+            bits = interleaved(bits, heads)
         found = np.ascontiguousarray(bits).view(np.uint8)
-        writer.add_tensor(f"{_name(stem)}.{half.lower()}", found, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        writer.add_tensor(f"{llama_name(stem)}.{half.lower()}", found, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _tensors(path: Path) -> Any:
+def tensors_of(path: Path) -> Any:
     """(name, bits of bf16) of a safetensors file, mapped."""
     import numpy as np
 
@@ -100,7 +100,7 @@ def _tensors(path: Path) -> Any:
         yield name, np.memmap(path, np.uint16, "r", start, tuple(about["shape"]))
 
 
-def _name(name: str) -> str:
+def llama_name(name: str) -> str:
     stem = name.removesuffix(".weight")
     if stem in WHOLE:
         return f"{WHOLE[stem]}.weight"
@@ -108,7 +108,7 @@ def _name(name: str) -> str:
     return f"blk.{layer}.{LAYER[rest]}.weight"
 
 
-def _interleaved(weight: Any, heads: int) -> Any:
+def interleaved(weight: Any, heads: int) -> Any:
     """The rows of each head in the order in which llama.cpp rotates them: neighbours instead of halves."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)

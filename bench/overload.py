@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 times = poisson(load * capacity, seconds, seed=number)
                 requests = asking.mixed(times, KINDS, QUIET[0], seed=100 + number)
                 play(port, requests)
-                rows.append({"admission": admission, "load": load} | _measures(requests, warm_s, seconds))
+                rows.append({"admission": admission, "load": load} | measures(requests, warm_s, seconds))
                 capacity = max(capacity, rows[-1]["goodput_per_s"])
                 print(json.dumps(rows[-1]), flush=True)
                 if admission == "objective":
@@ -85,7 +85,7 @@ def _capacity(port: int, asking: Asking, turns: int) -> float:
     return len(requests) / max(request.last_s for request in requests)
 
 
-def _measures(requests: Sequence[Request], warm_s: float, seconds: float) -> dict[str, Any]:
+def measures(requests: Sequence[Request], warm_s: float, seconds: float) -> dict[str, Any]:
     sent = [request for request in requests if request.at_s >= warm_s]
     good = sum(request.kept and warm_s <= request.last_s < seconds for request in requests)
     refused = [request for request in sent if request.status == 429]

@@ -198,7 +198,7 @@ async def _live(
             count = shape.adapters + shape.others
             adapters = [await worker.publish(RANKS[i % len(RANKS)], 1000 * number + i) for i in range(count)]
             draw = np.random.default_rng((number, round_ - 1))
-            workload = _workload(draw, shape, adapters, shape.load * rate, shape.runs * setup.run_s)
+            workload = workload_of(draw, shape, adapters, shape.load * rate, shape.runs * setup.run_s)
             served = await worker.run(workload, adapters)
             sent = replace(workload, arrival_s=np.maximum.accumulate([one.sent_s for one in served]))
             found[shape.name] = served, sent, shape.others or shape.adapters
@@ -251,7 +251,7 @@ def _capacity(profile: TwinProfile) -> float:
     return (len(out_s) - 1) / (out_s[-1] - out_s[0])
 
 
-def _workload(draw: Generator, shape: Shape, adapters: Sequence[AdapterRef], rate: float, run_s: float) -> Workload:
+def workload_of(draw: Generator, shape: Shape, adapters: Sequence[AdapterRef], rate: float, run_s: float) -> Workload:
     """First a short request for each adapter that should have been used before; then `run_s` seconds of arrivals."""
     times = arrivals(draw, Intensity.constant(rate, run_s), cv=shape.cv)
     which = pick(draw, draw.permutation(zipf(shape.adapters, shape.exponent)), len(times))

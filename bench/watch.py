@@ -65,7 +65,7 @@ class Watch:
         """Time the calibration's work on every core at once. The best of some repetitions counts."""
         cores = len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(cores) as pool:
-            found = list(pool.map(lambda _: _work_ms(), range(cores)))
+            found = list(pool.map(lambda _: work_ms(), range(cores)))
         self._marks_ms.append((max(one[0] for one in found), max(one[1] for one in found)))
         self._marked_s = time.monotonic()
 
@@ -96,7 +96,7 @@ class Watch:
         return "\n".join(lines)
 
 
-def _work_ms() -> tuple[float, float]:
+def work_ms() -> tuple[float, float]:
     """Milliseconds of hashing and of copying, both without the interpreter's lock. The best of `REPEATS`."""
     data, source, target = bytes(HASHED), np.ones(COPIED, np.uint8), np.zeros(COPIED, np.uint8)
     hashing, copying = [], []

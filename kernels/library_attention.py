@@ -105,10 +105,10 @@ def agreeing_library(cache: KvCache, *, heads: int, windows: Sequence[int]) -> L
     Tried once, at start.
     """
     candidates: dict[str, Callable[[KvCache], Library]] = {}
-    flashinfer = _flashinfer(cache)
+    flashinfer = find_flashinfer(cache)
     if flashinfer is not None:
         candidates["FlashInfer"] = lambda cache: LibraryAttention(flashinfer, cache, heads=heads, windows=windows)
-    if _on_a_gpu(cache):
+    if on_a_gpu(cache):
         from motet.kernels.triton.attention import PagedAttention
 
         candidates["Triton"] = lambda cache: PagedAttention(cache, heads=heads)
@@ -122,7 +122,8 @@ def agreeing_library(cache: KvCache, *, heads: int, windows: Sequence[int]) -> L
     return None
 
 
-def _flashinfer(cache: KvCache) -> ModuleType | None:
+def find_flashinfer(cache: KvCache) -> ModuleType | None:
+    """FlashInfer, where it is installed and has kernels for the cache's type."""
     if cache.data.dtype not in (torch.float16, torch.bfloat16):
         return None
     try:
@@ -133,7 +134,8 @@ def _flashinfer(cache: KvCache) -> ModuleType | None:
     return found
 
 
-def _on_a_gpu(cache: KvCache) -> bool:
+def on_a_gpu(cache: KvCache) -> bool:
+    """Whether Triton's kernels can read the cache."""
     return cache.data.is_cuda
 
 

@@ -18,7 +18,7 @@ class LoraBatch:
     __slots__ = ("plan", "uses", "version")
 
     def __init__(self, pool: LoraPool, row_slot: np.ndarray, *, reserved: bool) -> None:
-        self.uses = _kernels(pool)
+        self.uses = kernels_of(pool)
         self.version = pool.version
         make = self.uses.LoraBatch
         self.plan = make.reserve(pool, len(row_slot)) if reserved else make.build(pool, row_slot)
@@ -44,7 +44,7 @@ class LoraBatch:
 
 def prepare_lora(pool: LoraPool) -> None:
     """Do what the first step with an adapter would otherwise wait for: on a GPU the kernels are compiled and loaded."""
-    _kernels(pool).prepare(pool)
+    kernels_of(pool).prepare(pool)
 
 
 def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> Delta | None:
@@ -66,7 +66,8 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group
     batch.uses.add_lora(y, x, pool, layer, group, batch.plan)
 
 
-def _kernels(pool: LoraPool) -> ModuleType:
+def kernels_of(pool: LoraPool) -> ModuleType:
+    """The kernels for the pool's device."""
     if pool.arena.is_cuda:
         from motet.kernels import triton
 

@@ -9,7 +9,7 @@ Pages of different modules differ in size and lie wherever there is room in `are
 
     arena    [ page | page | hole | page | hole ... )          holes are half-open [start, end) in lines, sorted, never adjacent
 
-When the holes suffice together but none does alone, pages move down (`_compact`). All readers use the table, so moving is
+When the holes suffice together but none does alone, pages move down (`compact`). All readers use the table, so moving is
 safe between steps, and all free bytes are usable. Ranks of a page beyond the adapter's are zero. Memory in holes is never
 read: it may contain anything, NaN included.
 """
@@ -162,7 +162,7 @@ class LoraPool:
         self.loaded_layers = np.frombuffer(mmap.mmap(-1, 4 * slots), dtype=np.int32)  # whole pages: a device writes it too
         self.still: Callable[[], AbstractContextManager[None]] = nullcontext
         self.resizing: Callable[[int], None] | None = None  # called with `bytes_total` before memory beyond it is given back
-        self._holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
+        self.holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
         self._views: dict[tuple[int, str, bool], torch.Tensor] = {}
 
     @property
@@ -171,7 +171,7 @@ class LoraPool:
 
     @property
     def bytes_free(self) -> int:
-        return sum(end - start for start, end in self._holes) * self._line_bytes
+        return sum(end - start for start, end in self.holes) * self._line_bytes
 
     def bytes_needed(self, ranks: Mapping[str, int]) -> int:
         """The bytes of an adapter with these ranks, {module: largest rank over its layers}."""
@@ -234,7 +234,7 @@ class LoraPool:
         Raises PoolFull when the present adapters need more, or when it exceeds the capacity.
         """
         lines, old = bytes_total // self._line_bytes, self._lines
-        held = old - sum(end - start for start, end in self._holes)
+        held = old - sum(end - start for start, end in self.holes)
         if not held <= lines <= self._capacity:
             raise PoolFull(f"{held * self._line_bytes} bytes are in use, {bytes_total} are to be left")
         self._lines = lines
@@ -267,16 +267,16 @@ class LoraPool:
 
     def _clear_above(self, limit: int) -> None:
         """Move the pages beyond `limit` into holes below it. There is enough room, but perhaps not in one piece."""
-        self._holes = [(start, min(end, limit)) for start, end in self._holes if start < limit]
+        self.holes = [(start, min(end, limit)) for start, end in self.holes if start < limit]
         for start, lines, slot, m, page in reversed(self._owned()):
             if start + lines <= limit:
                 return
-            hole = next((i for i, (low, high) in enumerate(self._holes) if high - low >= lines), None)
+            hole = next((i for i, (low, high) in enumerate(self.holes) if high - low >= lines), None)
             if hole is None:
-                self._compact()
+                self.compact()
                 return
-            low, high = self._holes[hole]
-            self._holes[hole : hole + 1] = [(low + lines, high)] if high - low > lines else []
+            low, high = self.holes[hole]
+            self.holes[hole : hole + 1] = [(low + lines, high)] if high - low > lines else []
             self._move(start, low, lines, slot, m, page)
             if start < limit:
                 self._release(start, limit - start)
@@ -292,23 +292,23 @@ class LoraPool:
     def _allocate(self, lines: int) -> int:
         """Allocate the first hole that is large enough, and return its start. The caller has checked the total."""
         for attempt in range(2):
-            for i, (start, end) in enumerate(self._holes):
+            for i, (start, end) in enumerate(self.holes):
                 if end - start >= lines:
-                    self._holes[i : i + 1] = [(start + lines, end)] if end - start > lines else []
+                    self.holes[i : i + 1] = [(start + lines, end)] if end - start > lines else []
                     return start
             if attempt == 0:
-                self._compact()
+                self.compact()
         raise AssertionError("free bytes were counted wrongly")
 
     def _release(self, start: int, lines: int) -> None:
-        holes = sorted([*self._holes, (start, start + lines)])
+        holes = sorted([*self.holes, (start, start + lines)])
         merged: list[tuple[int, int]] = []
         for begin, end in holes:
             if merged and merged[-1][1] == begin:
                 merged[-1] = (merged[-1][0], end)
             else:
                 merged.append((begin, end))
-        self._holes = merged
+        self.holes = merged
 
     def _owned(self) -> list[tuple[int, int, int, int, int]]:
         """(start, lines, slot, module index, page) of every page in use, by address."""
@@ -319,11 +319,11 @@ class LoraPool:
             for page in range(int(self.pages[slot, m]))
         )
 
-    def _compact(self) -> None:
+    def compact(self) -> None:
         """Move every page down to the end of the one before it; one hole remains at the top."""
         at = 0
         for start, lines, slot, m, page in self._owned():
             if start != at:
                 self._move(start, at, lines, slot, m, page)
             at += lines
-        self._holes = [(at, self._lines)] if at < self._lines else []
+        self.holes = [(at, self._lines)] if at < self._lines else []

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from motet.shared.chat_templates import ChatTemplates
 from motet.shared.errors import InvalidAdapter
 from motet.shared.generation_config import GenerationDefaults, eos_token_ids, generation_defaults
 from motet.shared.hf_config import UnsupportedModel
@@ -71,6 +70,8 @@ def read_chat(
     `vocabulary`: the base's tokens, if they are known; `special`: those that are left out of texts anyway; `vocab_size`: the
     rows of its embeddings. Raises InvalidAdapter naming the file or the token.
     """
+    from motet.shared.chat_templates import ChatTemplates  # Jinja: half of what a process that only unpacks would load
+
     try:
         tokens = declared_tokens(texts)
         named = tokens.named

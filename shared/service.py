@@ -126,7 +126,8 @@ class OpsServer:
         return web.Response(body=metrics_text(), headers={"Content-Type": exposition.CONTENT_TYPE_LATEST})
 
 
-async def _live(service: Service, config: ServiceConfig) -> int:
+async def live(service: Service, config: ServiceConfig) -> int:
+    """Run `service` in this event loop, as `run` does."""
     loop = asyncio.get_running_loop()
     TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
     stopping, hurry = asyncio.Event(), asyncio.Event()
@@ -179,7 +180,7 @@ def run(service: Service, config: ServiceConfig) -> int:
     """Run `service` until it is told to stop; the exit status is 0 after a drain, 1 when it could not start or failed."""
     configure_logging(service.name, config.process.log_level, config.process.log_json)
     try:
-        return uvloop.run(_live(service, config))
+        return uvloop.run(live(service, config))
     except ConfigError as error:
         print(f"motet {service.name}: {error}", file=sys.stderr)
         return 2

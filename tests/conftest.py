@@ -12,6 +12,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Read when a test first imports torch. The suite's processes share the cores, and their matrices are small: further threads of
+# each would spend their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():  # read when a test first imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 

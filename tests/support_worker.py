@@ -183,7 +183,7 @@ class FakeWorker:
 
     async def _heartbeat(self) -> None:
         while True:
-            await asyncio.sleep(self.heartbeat_s)
+            await asyncio.sleep(self.heartbeat_s)  # time: the heartbeat's rate
             await self.snapshot()
 
     async def _on_assign(self, request: GenerateRequest) -> Accepted:

@@ -133,7 +133,7 @@ class Cluster:
         self._reporters = [_Reporter(worker) for worker in self.workers]
         self._submit_ps, self._assign_ps, self._state_ps = map(to_ps, (bus.submit_ms, bus.assign_ms, bus.state_ms))
         self._heartbeat_ps, self._delta_ps = round(bus.heartbeat_s * PS_PER_S), round(bus.delta_s * PS_PER_S)
-        self._open = len(workload)  # requests without an end
+        self.unfinished = len(workload)  # requests without an end
         if scheduler is not None:
             for worker, reporter in zip(self.workers, self._reporters, strict=True):
                 first = worker.snapshot()
@@ -160,9 +160,9 @@ class Cluster:
         thresholds = gc.get_threshold()
         gc.set_threshold(NEW_OBJECTS, *thresholds[1:])
         try:
-            while self._open and (until_ps is None or events.now_ps < until_ps):
+            while self.unfinished and (until_ps is None or events.now_ps < until_ps):
                 if not len(events):
-                    raise RuntimeError(f"{self._open} requests are waiting for nothing")
+                    raise RuntimeError(f"{self.unfinished} requests are waiting for nothing")
                 ahead = events.now_ps + every
                 events.run(ahead if until_ps is None else min(ahead, until_ps))
                 if progress is not None:
@@ -174,7 +174,7 @@ class Cluster:
     def summary(self) -> dict[str, Any]:
         """The figures of the run so far, or up to the last token."""
         ended = int(self.metrics.end_ps.max(initial=0))
-        end_s = (self.events.now_ps if self._open else ended) / PS_PER_S
+        end_s = (self.events.now_ps if self.unfinished else ended) / PS_PER_S
         busy_s = sum(worker.busy_ps for worker in self.workers) / PS_PER_S
         return summary(self.workload, self.metrics, end_s=end_s, busy_s=busy_s, workers=len(self.workers))
 
@@ -256,7 +256,7 @@ class Cluster:
     def _look(self, balance: BalanceSpec) -> None:
         """The rebalancer of the first scheduler checks the cluster, moves requests, and schedules its next check."""
         self._find_moves(balance)
-        if self._open:
+        if self.unfinished:
             self.events.at(self.events.now_ps + round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)
 
     def _place_adapters(self) -> None:
@@ -265,7 +265,7 @@ class Cluster:
         placed = scheduler.core.placing.place(scheduler.book, scheduler.state, now_s)
         for worker_id, digests in placed.items():
             self._by_id[worker_id].pin(digests)
-        if self._open:
+        if self.unfinished:
             self.events.at(self.events.now_ps + round(scheduler.spec.place_s * PS_PER_S), MESSAGE, self._place_adapters)
 
     def _find_moves(self, balance: BalanceSpec) -> None:
@@ -284,10 +284,10 @@ class Cluster:
 
     def _refuse(self, request: Request) -> None:
         self.metrics.refused[request.index] = True
-        self._open -= 1
+        self.unfinished -= 1
 
     def _on_end(self, worker: Worker, live: Live) -> None:
-        self._open -= 1
+        self.unfinished -= 1
         for scheduler in self.schedulers:
             scheduler.observe(live.request)
 
@@ -307,7 +307,7 @@ class Cluster:
     def _heartbeat(self, reporter: _Reporter) -> None:
         worker = reporter.worker
         self._tell(reporter, worker.snapshot() if reporter.cadence.whole(len(worker.core)) else worker.delta())
-        if self._open:
+        if self.unfinished:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
 
     def _tell(self, reporter: _Reporter, word: WorkerState) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from motet.shared.model import AdapterRef, Slo
 from motet.twin.events import PS_PER_S
 
-_AT_ONCE = 4096  # requests made of columns
+AT_ONCE = 4096  # requests made of columns
 BASE = AdapterRef(name="", digest="", rank=0, size_bytes=0)
 """The reference that requests without an adapter have."""
 MAX_CV = 30.0  # beyond that nearly all requests come at the same few instants
@@ -83,8 +83,8 @@ class Workload:
         return len(self.arrival_s)
 
     def __iter__(self) -> Iterator[Request]:
-        for begin in range(0, len(self), _AT_ONCE):
-            yield from self._between(begin, begin + _AT_ONCE)
+        for begin in range(0, len(self), AT_ONCE):
+            yield from self._between(begin, begin + AT_ONCE)
 
     @property
     def duration_s(self) -> float:

@@ -100,7 +100,7 @@ class Served:
     @property
     def attention(self) -> str:
         """The name of the attention library."""
-        runner: Any = self.engine._runner
+        runner: Any = self.engine.runner
         return type(runner.memory.cache.library).__name__
 
     def load(self, count: int) -> int:

@@ -122,7 +122,7 @@ class Tokens:
             engine.close()
         different, ties = _differences(wanted, outputs)
         line: Line = {"requests": len(wanted), "tokens": sum(map(len, outputs)), "different": different, "near_ties": ties}
-        line |= {"graphs": len(recorded._captured) if recorded is not None else 0, "preempted": preempted, "cold_starts": modes}
+        line |= {"graphs": len(recorded.captured) if recorded is not None else 0, "preempted": preempted, "cold_starts": modes}
         line |= {"by_processes": rows.by_processes, "repaired": rows.repaired, "divisions": len(blocks)}
         met = (
             (not graphs or cold != "blocking" or line["graphs"])
@@ -201,7 +201,7 @@ class _Repeated(DecodeGraphs):
 
     def __init__(self, runner: ModelRunner, scratch_block: int) -> None:
         self._cache, self._pool = runner.memory.cache, runner.pool
-        self._scratch_block, self._captured = scratch_block, {}
+        self._scratch_block, self.captured = scratch_block, {}
 
     def _capture(self, bucket: Any, adapted: bool, batch: StepBatch, model: Model) -> Any:
         buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
@@ -258,8 +258,8 @@ def _runner(
 def _graphs(bed: Bed, runner: ModelRunner) -> DecodeGraphs:
     steps: Any = runner.steps
     if bed.dry:
-        steps._graphs = _Repeated(runner, runner.memory.cache.null_block - 1)
-    graphs: DecodeGraphs = steps._graphs
+        steps.graphs = _Repeated(runner, runner.memory.cache.null_block - 1)
+    graphs: DecodeGraphs = steps.graphs
     return graphs
 
 

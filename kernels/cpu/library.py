@@ -398,7 +398,7 @@ class Arena:
         at = -(-self._next // self.ALIGN) * self.ALIGN
         if at + nbytes > self._end:
             size = -(-max(nbytes, self.CHUNK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-            at = self._chunk(size)
+            at = self.chunk(size)
             self._chunks.append((at, size, 0))
             self._end = at + size
         self._next = at + nbytes
@@ -424,7 +424,7 @@ class Arena:
         finally:
             part.unlink(missing_ok=True)
 
-    def _chunk(self, size: int) -> int:
+    def chunk(self, size: int) -> int:
         at: int | None = self._library.motet_alloc(size)
         if not at:
             raise MemoryError(f"{size} bytes for packed weights")
@@ -452,7 +452,7 @@ class MappedArena(Arena):
             self._file = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)
         self._left = np.frombuffer(self._file, np.uint8)
 
-    def _chunk(self, size: int) -> int:
+    def chunk(self, size: int) -> int:
         if size > len(self._left):
             raise ValueError(f"{self._path} has not all of the packed weights; remove it")
         at: int = self._left.ctypes.data

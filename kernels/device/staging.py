@@ -59,7 +59,7 @@ class LayerStaging:
         self._next = 0
         self._there = torch.zeros(words, dtype=torch.int64, device=arena.device) if arena.is_cuda else None
         self._arena = arena.view(torch.int64)
-        self._scatter = _scatter_for(arena)
+        self._scatter = scatter_for(arena)
         self._spread(self._buffers[0] if self._there is None else self._there, 1)  # compiles: the page has no lines
 
     def parts(self, source: PackedLora) -> Parts:
@@ -105,7 +105,7 @@ class LayerStaging:
         self._scatter(places, buffer[self._head :], self._arena, unit=self._unit, most_lines=max(self._lines))
 
 
-def _scatter_for(arena: torch.Tensor) -> Callable[..., None]:
+def scatter_for(arena: torch.Tensor) -> Callable[..., None]:
     if arena.is_cuda:
         from motet.kernels.triton.scatter import scatter
 

@@ -74,7 +74,7 @@ def cuda_streams(device: torch.device, operations: MemoryOperations) -> DeviceSt
     device = numbered(device)
     torch.cuda.set_device(device)  # of this thread, as registering memory needs it
     copies, assist = (_CudaStream(operations, device, torch.cuda.Stream(device)) for _ in range(2))
-    _try(operations, copies)
+    try_waiting(operations, copies)
     return DeviceStreams(_CudaStream(operations, device, None), copies, assist, operations, device)
 
 
@@ -89,7 +89,7 @@ def host_streams(engine: CpuEngine) -> DeviceStreams:
     return DeviceStreams(here, here, here, here, torch.device("cpu"))
 
 
-def _try(operations: MemoryOperations, stream: _CudaStream) -> None:
+def try_waiting(operations: MemoryOperations, stream: _CudaStream) -> None:
     """Write one word and wait for it, to see whether the driver can."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     word = ctypes.c_uint32.from_buffer(memory)

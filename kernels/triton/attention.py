@@ -22,7 +22,7 @@ import torch
 import triton
 
 from motet.kernels.triton.attention_kernel import paged_attention
-from motet.kernels.triton.lora import INTERPRETED, _multiprocessors
+from motet.kernels.triton.lora import INTERPRETED, multiprocessors_of
 from motet.kernels.types import KvCache
 
 
@@ -77,7 +77,7 @@ class PagedAttention:
         self._group = triton.next_power_of_2(heads // kv_heads)
         self._fp32 = cache.data.dtype == torch.float32
         self._kind, self._tiles, self._longest = "decode", rows, columns * cache.block_size
-        programs = SPLITTING.programs * _multiprocessors(device)
+        programs = SPLITTING.programs * multiprocessors_of(device)
         self.workspace = workspace or Workspace(
             torch.empty(programs, self._group, head_dim, dtype=torch.float32, device=device),
             torch.empty(programs, 2, self._group, dtype=torch.float32, device=device),

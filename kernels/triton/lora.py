@@ -71,7 +71,7 @@ class LoraBatch:
         self.plan = plan
         self.packed = PackedBatch(pool, work, TILES[plan], max_rows)
         self.always_launch = max_rows > 0
-        self.multiprocessors = _multiprocessors(device)
+        self.multiprocessors = multiprocessors_of(device)
         self.early = _early(device)
         self.ranks = -(-pool.max_rank // TILES[plan].ranks) * TILES[plan].ranks
         self.splits = {group: self._split(pool, group) for group in GROUPS}
@@ -221,7 +221,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

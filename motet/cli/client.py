@@ -37,13 +37,13 @@ class Client:
         """`timeout_s` is the longest silence of the gateway."""
         self.url = url.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are given it
         key = os.environ.get("MOTET_API_KEY", "") if api_key is None else api_key
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self._timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
         self._http: httpx2.AsyncClient | None = None
 
     async def __aenter__(self) -> Client:
         self._http = httpx2.AsyncClient(
-            headers=self._headers,
+            headers=self.headers,
             timeout=self._timeout,
             verify=_trust(os.environ.get("MOTET_CA_FILE", "")),
             limits=httpx2.Limits(),

@@ -49,7 +49,7 @@ def assigned(workers: int, gpus: Sequence[str], *, each: int, sized: bool) -> tu
 def gpus_of_workers(worker: WorkerConfig, workers: int, environ: Mapping[str, str]) -> tuple[str, ...]:
     """`CUDA_VISIBLE_DEVICES` of each worker with this configuration; () where they are left as they are. Raises ConfigError."""
     device, vllm = worker.engine.device, worker.engine.engine == "vllm"
-    if device == "cpu" or (device == "auto" and not (vllm or _torch_has_cuda())):
+    if device == "cpu" or (device == "auto" and not (vllm or torch_has_cuda())):
         return ()
     sized = bool((worker.kv.kv_memory_gib or worker.kv.kv_blocks) and worker.adapters.lora_memory_mib)
     if device.startswith("cuda:"):
@@ -74,7 +74,7 @@ def _parallel(engine_args: str) -> int:
     return max(1, found.tensor_parallel_size * found.pipeline_parallel_size)
 
 
-def _torch_has_cuda() -> bool:
+def torch_has_cuda() -> bool:
     """Whether the installed torch is built for CUDA, from its files: an import would take seconds."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:

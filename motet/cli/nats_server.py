@@ -41,7 +41,7 @@ class NatsServer:
     ) -> None:
         self.data_dir, self.port, self.host = data_dir, port, host
         self.log_path = log_path or data_dir / "nats.log"
-        self._config_text = config_text
+        self.config_text = config_text
         self._process: subprocess.Popen[bytes] | None = None
         self._store_bytes = 0  # the most that JetStream could ever have
         self._monitor_url = ""
@@ -59,7 +59,7 @@ class NatsServer:
             f'jetstream {{ store_dir: "{self.data_dir / "jetstream"}", max_file_store: {self._room()} }}\n'
             f"max_payload: 8MB\nmax_pending: 256MB\n"
             f'write_deadline: 10s\nlog_file: "{self.log_path}"\nlogfile_size_limit: 4MB\nlogfile_max_num: 2\n'
-            f"{self._config_text}\n"
+            f"{self.config_text}\n"
         )
         with self.log_path.open("ab") as sink:  # what is said before the configuration is read
             self._process = subprocess.Popen(

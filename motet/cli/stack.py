@@ -112,7 +112,7 @@ class Stack:
         self.credentials_dir = options.credentials_dir or self.data_dir / "credentials"
         self._lock: IO[str] | None = None
         self._nats: NatsServer | None = None
-        self._listeners: list[socket.socket] = []  # one per gateway
+        self.listeners: list[socket.socket] = []  # one per gateway
         self._generation = 0  # how often everything was restarted
         self._supervisor: Supervisor | None = None
         self._healing: asyncio.Task[None] | None = None
@@ -139,9 +139,9 @@ class Stack:
         ports = [self.options.port + i if self.options.port else 0 for i in range(self.options.gateways)]
         shown = "127.0.0.1" if self.options.host in ("0.0.0.0", "::") else self.options.host
         for port in ports:
-            self._listeners.append(_bound(self.options.host, port))
+            self.listeners.append(_bound(self.options.host, port))
         scheme = "https" if self.options.tls_cert_file else "http"
-        self.urls = [f"{scheme}://{shown}:{listener.getsockname()[1]}" for listener in self._listeners]
+        self.urls = [f"{scheme}://{shown}:{listener.getsockname()[1]}" for listener in self.listeners]
         children: list[Child] = []
         if self.options.bus is None:
             self._check_disk()
@@ -209,7 +209,7 @@ class Stack:
         """Drain and stop everything, and release the data directory. Never raises."""
         if self._healing is not None:
             self._healing.cancel()
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.close()
         if self._supervisor is not None:
             await self._supervisor.stop(drain_s=self.options.drain_s)
@@ -273,6 +273,10 @@ class Stack:
         return disk_bytes(len({DEFAULT_TENANT, *self.options.tenants}), tenant_bytes) * 4 // 3
 
     def _service(self, name: str) -> ServiceProcess:
+        return ServiceProcess(self.spec_for(name), self.data_dir / "logs", echo=self._echo)
+
+    def spec_for(self, name: str) -> ServiceSpec:
+        """How to run the child `name`; tests change it here."""
         o, kind = self.options, name.split("-")[0]
         env: dict[str, str] = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         values: dict[str, Any] = {"drain_s": f"{RESTART_DRAIN_S if kind == 'gateway' else o.drain_s:g}"}
@@ -287,7 +291,7 @@ class Stack:
             roots = [root for root in (o.adapters_dir, *o.adapter_roots) if root]
             values |= {"adapters_dir": o.adapters_dir, "adapter_roots": ",".join(roots), "tenants": ",".join(o.tenants)}
         if kind == "gateway":
-            listener = self._listeners[int(name.rsplit("-", 1)[1]) - 1]
+            listener = self.listeners[int(name.rsplit("-", 1)[1]) - 1]
             pass_fds = (listener.fileno(),)
             values |= {"host": o.host, "port": listener.getsockname()[1], "listen_fd": listener.fileno()}
             values |= {"api_keys": o.api_keys} | _given(api_keys_file=o.api_keys_file)
@@ -308,10 +312,9 @@ class Stack:
 
         after = ("nats",) if o.bus is None else ()
         rest_s = WORKER_REST_S if kind == "worker" and o.workers > 1 else 0.0
-        spec = ServiceSpec(
+        return ServiceSpec(
             name=name, argv=argv, env=env, after=after, stop_rank=STOP_RANK[kind], rest_s=rest_s, pass_fds=pass_fds
         )
-        return ServiceProcess(spec, self.data_dir / "logs", echo=self._echo)
 
     def url_for(self, name: str) -> str:
         """The NATS URL for the child `name`; tests insert a proxy here."""

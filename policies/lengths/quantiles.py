@@ -21,7 +21,7 @@ MIN_SAMPLES = 8
 DECAY = 0.996  # half of the weight lies on the last 173 samples
 DEFAULT_TOKENS = 128  # expected length before anything was seen
 MAX_TOKENS = 1 << 20
-_RENORMALISE_AT = 1e12
+RENORMALISE_AT = 1e12
 _SHARES = 0.5, 0.9
 
 
@@ -33,8 +33,8 @@ def _edges() -> list[int]:
     return edges
 
 
-_EDGES = _edges()  # bucket i holds the lengths edges[i] <= n < edges[i + 1]
-_BUCKETS = len(_EDGES) - 1
+EDGES = _edges()  # bucket i holds the lengths edges[i] <= n < edges[i + 1]
+_BUCKETS = len(EDGES) - 1
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class _Histogram:
         self._at, self._below = [0] * len(_SHARES), [0.0] * len(_SHARES)
 
     def add(self, tokens: int) -> None:
-        bucket, weight = bisect_right(_EDGES, tokens) - 1, self.weight
+        bucket, weight = bisect_right(EDGES, tokens) - 1, self.weight
         self.weights[bucket] += weight
         self.all_weight += weight
         self.token_weight += weight * tokens
@@ -81,7 +81,7 @@ class _Histogram:
             if bucket < at:
                 self._below[which] += weight
         self.weight = weight / DECAY
-        if self.weight > _RENORMALISE_AT:
+        if self.weight > RENORMALISE_AT:
             self._renormalise()
 
     def _renormalise(self) -> None:
@@ -126,7 +126,7 @@ class _Histogram:
             below += inside
             at += 1
         self._at[which], self._below[which] = at, below
-        low, last = _EDGES[at], _EDGES[at + 1] - 1
+        low, last = EDGES[at], EDGES[at + 1] - 1
         part = (target - below) / inside if inside > 0 else 0.0
         return round(low + (last - low) * min(1.0, max(0.0, part)))
 

@@ -120,10 +120,10 @@ class _Ranked:
 
     def __iter__(self) -> Iterator[str]:
         """The least valuable first."""
-        values = self._values()
+        values = self.values()
         return iter(sorted(values, key=values.__getitem__))
 
-    def _values(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         """The present value of each idle adapter, the least recently released first."""
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class Score(_Ranked):
             passed.add(following[0])
             yield following[0]
 
-    def _values(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         counts, uses = self._counts, self._uses
         while uses and uses[0][0] < self.now_s - self.refresh_s:
             _, digest = uses.popleft()
@@ -217,7 +217,7 @@ class Gdsf(_Ranked):
         self._counts.pop(digest, None)
         self._age = max(self._age, self._worth.pop(digest, 0.0))
 
-    def _values(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         return {digest: self._worth[digest] for digest in self._idle}
 
 
@@ -251,7 +251,7 @@ class NextUse(_Ranked):
         super().forget(digest)
         self._ahead.pop(digest, None)
 
-    def _values(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         idle, sizes, cost = self._idle, self._sizes, self.cost
         values = {}
         for digest, chance in zip(idle, self.requests.chances(idle, self._ahead), strict=True):

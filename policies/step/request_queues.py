@@ -218,11 +218,11 @@ class SizeQueues(Generic[S]):
     squashes: bool = True
     cuts: list[float] = field(default_factory=list)  # upper ends of all queues but the last
     lanes: list[_Lane] = field(default_factory=list)
-    _facts: dict[int, _Facts] = field(default_factory=dict)  # of waiting and running requests, by order
+    facts: dict[int, _Facts] = field(default_factory=dict)  # of waiting and running requests, by order
+    borrowed: float = 0.0  # tokens that running requests have of the common pool
     _recent: deque[_Facts] = field(default_factory=deque)  # of requests that arrived within `refresh_s`
     _maxima: tuple[float, float, float] = (1.0, 1.0, 1.0)  # prompt, output, adapter bytes
     _smallest_bytes: int = 0  # of an adapter
-    _borrowed: float = 0.0
     _refresh_at_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -232,7 +232,7 @@ class SizeQueues(Generic[S]):
         """Put the request into its queue."""
         if seq.adapter_bytes and (seq.adapter_bytes < self._smallest_bytes or not self._smallest_bytes):
             self._smallest_bytes = seq.adapter_bytes
-        facts = self._facts[seq.order] = _Facts(
+        facts = self.facts[seq.order] = _Facts(
             seq.length,
             steps_left(seq),
             seq.adapter_bytes,
@@ -241,33 +241,34 @@ class SizeQueues(Generic[S]):
             now_s,
         )
         self._recent.append(facts)
-        facts.lane = bisect_right(self.cuts, self._size(facts))
+        facts.lane = bisect_right(self.cuts, self.size(facts))
 
-    def _size(self, facts: _Facts) -> float:
+    def size(self, facts: _Facts) -> float:
+        """The weighted size (section 4.3.1): 1 for a request that has the largest prompt, output and adapter."""
         prompt, output, size_bytes = self._maxima
         own_bytes = max(facts.size_bytes, self._smallest_bytes) or size_bytes
         return (INPUT * facts.prompt / prompt + OUTPUT * facts.output / output) * own_bytes / size_bytes
 
     def began(self, seq: S, now_s: float) -> None:
         """Charge the request's tokens to its queue's quota, or to the common pool."""
-        facts = self._facts[seq.order]
+        facts = self.facts[seq.order]
         lane = self.lanes[facts.lane]
         facts.began_s = now_s
         lane.running += 1
         facts.borrowed = lane.used + facts.tokens > lane.quota
         if facts.borrowed:
-            self._borrowed += facts.tokens
+            self.borrowed += facts.tokens
         else:
             lane.used += facts.tokens
 
     def stopped(self, seq: S, now_s: float) -> None:
         """Give back the charged tokens."""
-        facts = self._facts[seq.order]
+        facts = self.facts[seq.order]
         if facts.began_s < 0:
             return
         lane = self.lanes[facts.lane]
         if facts.borrowed:
-            self._borrowed -= facts.tokens
+            self.borrowed -= facts.tokens
         else:
             lane.used -= facts.tokens
         lane.running -= 1
@@ -276,7 +277,7 @@ class SizeQueues(Generic[S]):
 
     def left(self, seq: S) -> None:
         """Forget the request."""
-        self._facts.pop(seq.order, None)
+        self.facts.pop(seq.order, None)
 
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
         """Algorithm 1: each queue within its quota, small requests first; then the tokens of empty queues, in the same order.
@@ -285,7 +286,7 @@ class SizeQueues(Generic[S]):
         """
         if now_s >= self._refresh_at_s and (len(self._recent) >= FIRST or self._refresh_at_s):
             self._refresh(now_s)
-        facts = self._facts
+        facts = self.facts
         free = [lane.quota - lane.used for lane in self.lanes]
         chosen: list[S] = []
         waiting = state.waiting
@@ -304,7 +305,7 @@ class SizeQueues(Generic[S]):
                     taken = 1
                 free[index] -= sum(facts[seq.order].tokens for seq in queue[:taken])
                 left.append(queue[taken:])
-            spare = sum(free[index] for index, queue in enumerate(left) if not queue and free[index] > 0) - self._borrowed
+            spare = sum(free[index] for index, queue in enumerate(left) if not queue and free[index] > 0) - self.borrowed
             for queue in left:
                 taken = self._within(queue, spare, chosen)
                 spare -= sum(facts[seq.order].tokens for seq in queue[:taken])
@@ -315,7 +316,7 @@ class SizeQueues(Generic[S]):
     def _within(self, queue: list[S], tokens: float, chosen: list[S]) -> int:
         """Choose the first requests of a queue that fit into these tokens. Returns their number."""
         for index, seq in enumerate(queue):
-            tokens -= self._facts[seq.order].tokens
+            tokens -= self.facts[seq.order].tokens
             if tokens < 0:
                 return index
             chosen.append(seq)
@@ -334,17 +335,17 @@ class SizeQueues(Generic[S]):
             float(max(one.output for one in recent)),
             float(max(max(one.size_bytes for one in recent), self._smallest_bytes, 1)),
         )
-        sizes = np.array([self._size(one) for one in recent])
+        sizes = np.array([self.size(one) for one in recent])
         if not self.static:
             self.cuts = cut_offs(sizes)
         elif not self.cuts:
             self.cuts = np.linspace(sizes.min(), sizes.max(), MAX_QUEUES + 1)[1:-1].tolist()
-        for facts in (*recent, *self._facts.values()):
-            facts.lane = bisect_right(self.cuts, self._size(facts))
+        for facts in (*recent, *self.facts.values()):
+            facts.lane = bisect_right(self.cuts, self.size(facts))
         durations = [lane.duration_s for lane in self.lanes]
         mean_s = sum(durations) / len(durations)
         self.lanes = [_Lane(0.0, duration_s=durations[i] if i < len(durations) else mean_s) for i in range(len(self.cuts) + 1)]
-        for facts in self._facts.values():  # running requests are charged anew
+        for facts in self.facts.values():  # running requests are charged anew
             if facts.began_s >= 0:
                 self.lanes[facts.lane].running += 1
                 if not facts.borrowed:

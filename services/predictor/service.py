@@ -78,8 +78,8 @@ class PredictorService(BusService):
         self.predictor = LengthPredictor(config.max_histograms, config.predictor_window)
         self.lengths = self.predictor.lengths
         self.proxy = ProxyBatches.load(config.predictor_proxy) if config.predictor_proxy else None
-        self._store: Objects | None = None
-        self._stored = ""  # the id of the state in the store that this copy has read or written last
+        self.store: Objects | None = None
+        self.stored = ""  # the id of the state in the store that this copy has read or written last
         self._learned = 0  # outcomes since then
         self._keeper: asyncio.Task[None] | None = None
 
@@ -141,7 +141,7 @@ class PredictorService(BusService):
             await asyncio.sleep(min(TICK_S, self._config.predictor_fit_s))
             if not self.predictor.fit_due():
                 continue
-            if self._store is None:
+            if self.store is None:
                 await self._open_store(bus)
             if not await self._load(model_only=True):
                 await self._fit()
@@ -171,7 +171,7 @@ class PredictorService(BusService):
         if not self._config.predictor_state:
             return
         try:
-            self._store = await Objects.open(bus, subjects.PREDICTOR, wait_s=STATE_WAIT_S)
+            self.store = await Objects.open(bus, subjects.PREDICTOR, wait_s=STATE_WAIT_S)
         except MotetError as error:
             log.info("no object store yet", extra={"error": error.message})
             return
@@ -180,19 +180,19 @@ class PredictorService(BusService):
 
     async def _load(self, *, model_only: bool) -> bool:
         """Take over the stored state if it is not this copy's own; False without one."""
-        if self._store is None or self._bus is None:
+        if self.store is None or self._bus is None:
             return False
         try:
-            info = await self._store.info(STATE)
-            if info is None or info.nuid == self._stored:
+            info = await self.store.info(STATE)
+            if info is None or info.nuid == self.stored:
                 return False
             sink = io.BytesIO()
-            await read_object(self._bus, self._store, STATE, sink)
+            await read_object(self._bus, self.store, STATE, sink)
             state = await asyncio.to_thread(coding.decompress, sink.getvalue(), Learned)
         except (MotetError, msgspec.MsgspecError, ValueError, TypeError) as error:
             log.warning("cannot read what was learned before", extra={"error": str(error)})
             return False
-        self._stored = info.nuid or ""
+        self.stored = info.nuid or ""
         if not model_only:
             self.predictor.restore(state)
         elif state.model is not None:
@@ -204,13 +204,13 @@ class PredictorService(BusService):
         return True
 
     async def _save(self) -> None:
-        if self._store is None:
+        if self.store is None:
             return
         state, self._learned = self.predictor.state(), 0
         try:
-            await self._store.put(STATE, await asyncio.to_thread(coding.compress, state))
-            info = await self._store.info(STATE)
-            self._stored = (info.nuid or "") if info is not None else ""
+            await self.store.put(STATE, await asyncio.to_thread(coding.compress, state))
+            info = await self.store.info(STATE)
+            self.stored = (info.nuid or "") if info is not None else ""
         except MotetError as error:
             log.warning("cannot keep what was learned", extra={"error": error.message})
 

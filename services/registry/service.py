@@ -144,7 +144,7 @@ class RegistryService:
     def __init__(self, config: RegistryConfig) -> None:
         self._config = config
         self._bus: Bus | None = None
-        self._usage = Usage()
+        self.usage = Usage()
         self._waiting = 0
         self._local, self._hub = asyncio.Semaphore(LOCAL_SLOTS), asyncio.Semaphore(HUB_SLOTS)
         self._hub_source = HubSource(config.hub)
@@ -169,18 +169,18 @@ class RegistryService:
             )
         except Exception as error:
             raise Unavailable(f"JetStream cannot be provisioned: {str(error) or repr(error)}") from error
-        self._store = AdapterStore(bus, lambda digest: self._usage.idle(digest, now_s()), config.limits.older_versions)
-        await self._store.start()
+        self.store = AdapterStore(bus, lambda digest: self.usage.idle(digest, now_s()), config.limits.older_versions)
+        await self.store.start()
         self._audit = Audit(bus)
-        self._adapters = AdapterWatch(bus, chats=True)
-        await self._adapters.start()
-        self._followers = Followers(self._store, self._adapters)
-        if foreign := sorted({v.base_model for v in self._adapters.versions()} - {config.base.name}):
+        self.adapters = AdapterWatch(bus, chats=True)
+        await self.adapters.start()
+        self.followers = Followers(self.store, self.adapters)
+        if foreign := sorted({v.base_model for v in self.adapters.versions()} - {config.base.name}):
             log.warning("adapters of other base models are stored here", extra={"base_models": ", ".join(foreign)})
-        ADAPTERS.set_function(self._adapters.names)
-        VERSIONS.set_function(lambda: len(self._adapters.versions()))
-        BLOB_BYTES.set_function(self._adapters.stored_bytes)
-        await bus.subscribe(subjects.WORKER_STATES, WorkerState, lambda state: self._usage.apply(state, now_s()))
+        ADAPTERS.set_function(self.adapters.names)
+        VERSIONS.set_function(lambda: len(self.adapters.versions()))
+        BLOB_BYTES.set_function(self.adapters.stored_bytes)
+        await bus.subscribe(subjects.WORKER_STATES, WorkerState, lambda state: self.usage.apply(state, now_s()))
         for verb, kind, handler in (
             ("register", RegisterAdapter, self.register),
             ("delete", DeleteAdapter, self.delete),
@@ -194,7 +194,7 @@ class RegistryService:
         if config.sources.adapters_dir:
             self._starting = f"registering the adapters in {config.sources.adapters_dir}"
             bus.spawn(self._register_directory(config.sources.adapters_dir))
-        elif self._adapters.refused.total:
+        elif self.adapters.refused.total:
             bus.spawn(self._publish_refused(RefusedAdapters()))
         bus.spawn(self._sweep())
 
@@ -242,12 +242,12 @@ class RegistryService:
             | _left_out(info),
         )
         if outcome != "unchanged":
-            await self._followers.after(ask.name)
+            await self.followers.after(ask.name)
             await self._note(f"adapter.{outcome}", ask, info)
         if ask.tenant == SHARED and self._config.sources.adapters_dir:
-            await self._store.forget(ask.name, forget=False)
-        if self._bus is not None and ask.tenant == SHARED and self._adapters.refused.reason(ask.name) is not None:
-            self._bus.spawn(self._publish_refused(self._adapters.refused.without(ask.name)))
+            await self.store.forget(ask.name, forget=False)
+        if self._bus is not None and ask.tenant == SHARED and self.adapters.refused.reason(ask.name) is not None:
+            self._bus.spawn(self._publish_refused(self.adapters.refused.without(ask.name)))
         return RegistryOk(adapters=[info])
 
     async def _register(self, ask: RegisterAdapter) -> tuple[AdapterInfo, str]:
@@ -261,7 +261,7 @@ class RegistryService:
             raise BadRequest("this registry takes no adapters from the hub (--hub-allowed false)", param="kind")
         self._check_room(ask)
         if not ask.replace:
-            await self._store.check_free(ask.name, ask.tenant)
+            await self.store.check_free(ask.name, ask.tenant)
         async with self._slot():
             if ask.kind != "hub":
                 async with self._local:
@@ -275,17 +275,17 @@ class RegistryService:
         limit = self._config.limits.max_adapter_bytes
         if ask.kind == "path":
             return await in_thread(lambda: open_path(ask.location, self._config.sources.roots, limit, chat=ask.chat))
-        with await self._store.fetch_upload(ask.location, limit + MAX_OTHER_BYTES) as file:
+        with await self.store.fetch_upload(ask.location, limit + MAX_OTHER_BYTES) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             try:
                 return await in_thread(
                     lambda: read_archive(file, size_bytes, limit, source=f"upload:{ask.location}", chat=ask.chat)
                 )
             finally:
-                await self._store.drop_upload(ask.location)
+                await self.store.drop_upload(ask.location)
 
     async def _take_in(self, ask: RegisterAdapter, files: PeftFiles) -> tuple[AdapterInfo, str]:
-        told = [limits.base_tensors for limits in self._usage.workers(now_s()).values() if limits.base_tensors]
+        told = [limits.base_tensors for limits in self.usage.workers(now_s()).values() if limits.base_tensors]
         with files, VALIDATION_S.time():
             chat = await in_thread(lambda: self._chats.read(files.texts))
             chat_digest = chat.digest if chat is not None else ""
@@ -305,7 +305,7 @@ class RegistryService:
         self._check_storage(ask, version)
         if chat is not None:
             self._check_chats(ask, chat_digest, len(msgspec.json.encode(chat)))
-        return await self._store.publish(
+        return await self.store.publish(
             ask.name,
             version,
             converted.blob,
@@ -338,14 +338,14 @@ class RegistryService:
             check_tenant(ask.tenant)
         lies_there = ask.tenant == SHARED and await in_thread(lambda: self._lies_in_directory(ask.name))
         forget = lies_there and ask.forget
-        if forget and self._adapters.exactly(ask.name, ask.tenant) is None:  # it was removed before
-            await self._store.forget(ask.name)
+        if forget and self.adapters.exactly(ask.name, ask.tenant) is None:  # it was removed before
+            await self.store.forget(ask.name)
             return RegistryOk(adapters=[])
-        gone = await self._store.remove(ask.name, requests=self._requests, force=ask.force, tenant=ask.tenant)
+        gone = await self.store.remove(ask.name, requests=self._requests, force=ask.force, tenant=ask.tenant)
         log.info("adapter deleted", extra={"adapter": ask.name, "tenant": ask.tenant, "forced": ask.force})
         await self._note("adapter.deleted", ask, gone)
         if forget:
-            await self._store.forget(ask.name)
+            await self.store.forget(ask.name)
         return RegistryOk(adapters=[gone] if gone is not None else [], returns=lies_there and not forget)
 
     def _lies_in_directory(self, name: str) -> bool:
@@ -358,10 +358,10 @@ class RegistryService:
         """Make an earlier version current. Raises AdapterNotFound (the name or the version) or BadRequest (an alias)."""
         if ask.tenant:
             check_tenant(ask.tenant)
-        info, changed = await self._store.rollback(ask.name, ask.version, ask.tenant)
+        info, changed = await self.store.rollback(ask.name, ask.version, ask.tenant)
         if changed:
             log.info("adapter rolled back", extra={"adapter": ask.name, "tenant": ask.tenant, "version": info.entry.version})
-            await self._followers.after(ask.name)
+            await self.followers.after(ask.name)
             await self._note("adapter.rolled_back", ask, info)
         return RegistryOk(adapters=[info])
 
@@ -371,8 +371,8 @@ class RegistryService:
         if ask.name == ask.target:
             raise BadRequest(f"{quoted(ask.name)} cannot be an alias of itself", param="target")
         self._check_room(ask)
-        info = await self._store.alias(ask.name, ask.target, ask.tenant, follows=ask.follows)
-        await self._followers.after(ask.name)
+        info = await self.store.alias(ask.name, ask.target, ask.tenant, follows=ask.follows)
+        await self.followers.after(ask.name)
         await self._note("adapter.aliased", ask, info)
         return RegistryOk(adapters=[info])
 
@@ -383,7 +383,7 @@ class RegistryService:
         workers = (EVERY_WORKER,) if EVERY_WORKER in ask.workers else tuple(dict.fromkeys(ask.workers))
         if workers:
             self._check_pin(ask, workers)
-        info, changed = await self._store.pin(ask.name, workers, ask.tenant)
+        info, changed = await self.store.pin(ask.name, workers, ask.tenant)
         if changed:
             log.info("adapter pinned" if workers else "adapter unpinned", extra={"adapter": ask.name, "tenant": ask.tenant})
             where = f"workers {', '.join(workers)}; " if workers else ""
@@ -392,13 +392,13 @@ class RegistryService:
 
     async def page(self, ask: ListAdapters) -> RegistryOk:
         """One page of names."""
-        found = [info for info in self._adapters.visible(ask.tenant) if info.entry.name > ask.after]
+        found = [info for info in self.adapters.visible(ask.tenant) if info.entry.name > ask.after]
         return RegistryOk(adapters=found[: max(0, min(ask.limit, PAGE))])
 
     # ---- helpers
 
     def _requests(self, digest: str) -> int:
-        return self._usage.requests(digest, now_s())
+        return self.usage.requests(digest, now_s())
 
     def _check_name(self, ask: RegisterAdapter | AliasAdapter) -> None:
         if ask.tenant:
@@ -406,28 +406,28 @@ class RegistryService:
         check_name(ask.name, self._config.base.name)
 
     def _check_room(self, ask: RegisterAdapter | AliasAdapter) -> None:
-        if self._adapters.exactly(ask.name, ask.tenant) is not None:
+        if self.adapters.exactly(ask.name, ask.tenant) is not None:
             return
         limit = self._config.limits.max_adapters
-        if self._adapters.names() >= limit:
+        if self.adapters.names() >= limit:
             raise Conflict(f"there are {limit} adapters, which is the limit (--max-adapters): delete one first", param="name")
         limit = self._config.limits.max_tenant_adapters
-        if ask.tenant and self._adapters.owned(ask.tenant) >= limit:
+        if ask.tenant and self.adapters.owned(ask.tenant) >= limit:
             raise Conflict(
                 f"this tenant has {limit} adapters, which is its limit (--max-tenant-adapters): delete one first", param="name"
             )
 
     def _check_storage(self, ask: RegisterAdapter, version: AdapterVersion) -> None:
         """Raise if the version does not fit the limits. A version that is stored already counts only for its tenant's limit."""
-        known = self._adapters.by_digest(version.digest) is not None
+        known = self.adapters.by_digest(version.digest) is not None
         limit_mib = self._config.limits.max_stored_mib
-        if not known and self._adapters.stored_bytes() + version.size_bytes > limit_mib << 20:
+        if not known and self.adapters.stored_bytes() + version.size_bytes > limit_mib << 20:
             raise Conflict(
                 f"the stored adapters would take more than {limit_mib} MiB, which is the limit (--max-stored-mib): "
                 "delete one first"
             )
         limit_mib = self._config.limits.max_tenant_stored_mib
-        if ask.tenant and self._adapters.owned_bytes(ask.tenant) + version.size_bytes > limit_mib << 20:
+        if ask.tenant and self.adapters.owned_bytes(ask.tenant) + version.size_bytes > limit_mib << 20:
             raise Conflict(
                 f"this tenant's adapters would take more than {limit_mib} MiB, which is its limit (--max-tenant-stored-mib): "
                 "delete one first"
@@ -435,7 +435,7 @@ class RegistryService:
 
     def _check_chats(self, ask: RegisterAdapter, digest: str, size_bytes: int) -> None:
         """Raise if what it brings for chats takes more room than there is: every gateway keeps all of it in memory."""
-        chats, owned = self._adapters.chats, self._adapters.owned_chats(ask.tenant) - {digest}
+        chats, owned = self.adapters.chats, self.adapters.owned_chats(ask.tenant) - {digest}
         if digest not in chats and sum(map(len, chats.values())) + size_bytes > CHATS_BYTES_MAX:
             raise Conflict(f"different chat templates take more than {CHATS_BYTES_MAX} bytes, which is the limit; {WITHOUT}")
         if ask.tenant and sum(len(chats.get(one, b"")) for one in owned) + size_bytes > TENANT_CHATS_BYTES_MAX:
@@ -445,17 +445,17 @@ class RegistryService:
 
     def _check_pin(self, ask: PinAdapter, workers: tuple[str, ...]) -> None:
         """Raise if a worker is unknown or has no room for the pin, or if the tenant has too many pins."""
-        info = self._adapters.exactly(ask.name, ask.tenant)
+        info = self.adapters.exactly(ask.name, ask.tenant)
         if info is None:
             raise AdapterNotFound(f"there is no adapter {quoted(ask.name)}", param="name")
-        pinned = [one for one in self._adapters.pinned() if (one.entry.name, one.entry.tenant) != (ask.name, ask.tenant)]
+        pinned = [one for one in self.adapters.pinned() if (one.entry.name, one.entry.tenant) != (ask.name, ask.tenant)]
         limit = self._config.limits.max_tenant_pins
         if ask.tenant and sum(one.entry.tenant == ask.tenant for one in pinned) >= limit:
             raise Conflict(
                 f"this tenant has {limit} pinned adapters, which is its limit (--max-tenant-pins): unpin one first",
                 param="name",
             )
-        present = self._usage.workers(now_s())
+        present = self.usage.workers(now_s())
         if unknown := sorted(set(workers) - present.keys() - {EVERY_WORKER}):
             known = ", ".join(sorted(present)) or "none"
             raise BadRequest(f"workers: {', '.join(map(quoted, unknown))} not found; there are: {known}", param="workers")
@@ -498,12 +498,12 @@ class RegistryService:
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
-                await self._store.sweep()
-                await self._followers.sweep()
+                await self.store.sweep()
+                await self.followers.sweep()
                 if now_s() - orphans_looked_for_s > ORPHANS_EVERY_S:
-                    await self._store.sweep_orphans()
-                    used = {version.chat for version in self._adapters.versions()}
-                    await self._store.sweep_chats([digest for digest in self._adapters.chats if digest not in used])
+                    await self.store.sweep_orphans()
+                    used = {version.chat for version in self.adapters.versions()}
+                    await self.store.sweep_chats([digest for digest in self.adapters.chats if digest not in used])
                     orphans_looked_for_s = now_s()
             except MotetError as error:
                 log.info("sweep interrupted", extra={"error": error.message})
@@ -531,16 +531,16 @@ class RegistryService:
         """The names not to register from the directory; retries while NATS is away."""
         while True:
             try:
-                return await self._store.forgotten()
+                return await self.store.forgotten()
             except Unavailable as error:
                 log.warning("forgotten adapters not read yet", extra={"reason": error.message})
                 await asyncio.sleep(RETRY_S)
 
     async def _publish_refused(self, refused: RefusedAdapters) -> None:
         """Replace the list of refused adapters; retries while NATS is away."""
-        while refused != self._adapters.refused:
+        while refused != self.adapters.refused:
             try:
-                return await self._store.put_refused(refused)
+                return await self.store.put_refused(refused)
             except Unavailable as error:
                 log.warning("refused adapters not published yet", extra={"reason": error.message})
                 await asyncio.sleep(RETRY_S)
@@ -549,7 +549,7 @@ class RegistryService:
         """Register one adapter of the operator's directory; retries while NATS is away. Returns why it was refused, or None."""
         source = relative_source(path, [root])
         while True:
-            present = self._adapters.exactly(name, SHARED)
+            present = self.adapters.exactly(name, SHARED)
             if present is not None and present.version.source not in (source, f"path:{path}"):  # the latter: as it once was
                 log.info("adapter kept, it came from elsewhere", extra={"adapter": name, "source": present.version.source})
                 return None
@@ -578,7 +578,7 @@ class RegistryService:
         REGISTRATIONS.labels(outcome).inc()
         log.info(f"adapter {outcome}", extra={"adapter": name} | _left_out(info))
         if outcome != "unchanged":
-            await self._followers.after(name)
+            await self.followers.after(name)
             await self._note(f"adapter.{outcome}", ask, info)
 
 

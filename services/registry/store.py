@@ -165,6 +165,11 @@ class AdapterStore:
         for key in keys:
             self._holds.pop(key.removeprefix(HOLDS), None)
 
+    def claims(self, digest: str) -> dict[str, str]:
+        """The claims on a version as far as this registry has seen them: {hold id: holder}."""
+        seen = self._holds.get(digest)
+        return seen.holds.holders if seen is not None else {}
+
     async def put_refused(self, refused: RefusedAdapters) -> None:
         """Publish which adapters of --adapters-dir are not served. Raises Unavailable."""
         with reachable():

@@ -101,6 +101,11 @@ class Rebalancer:
         self._placer = placer
         self._turn: Turn | None = None
 
+    @property
+    def planning(self) -> bool:
+        """Whether this scheduler has the role."""
+        return self._turn is not None and self._turn.mine
+
     async def run(self) -> None:
         """Check the cluster every `LOOK_S` seconds. Never returns."""
         renewed_s, placed_s = float("-inf"), now_s()
@@ -110,14 +115,14 @@ class Rebalancer:
                 if now_s() - renewed_s >= RENEW_S:
                     renewed_s = now_s()
                     await asyncio.wait_for(self._renew(), timeout=STOP_S)
-                if self._turn is not None and self._turn.mine:
+                if self.planning:
                     await self._move()
                     if now_s() - placed_s >= self._placer.every_s:
                         placed_s = now_s()
                         await self._placer.place()
             except (MotetError, TimeoutError) as error:
                 log.warning("no plan", extra={"error": repr(error)})
-            metrics.PLANNING.set(self._turn is not None and self._turn.mine)
+            metrics.PLANNING.set(self.planning)
 
     async def stop(self) -> None:
         """Give up the role, so that another scheduler can plan at once."""
@@ -164,14 +169,15 @@ class Rebalancer:
                     "gain": round(1.0 - plan.after_ms / plan.before_ms, 3),
                 },
             )
-            for move in self._messages(plan):
+            for move in self.messages(plan):
                 try:
                     await self._bus.publish(subjects.MOVE, move)
                 except Unavailable:
                     return
                 metrics.MOVES.inc()
 
-    def _messages(self, plan: Plan) -> list[Move]:
+    def messages(self, plan: Plan) -> list[Move]:
+        """What gateways are told of the plan."""
         state = self._cluster.state
         found = []
         for move in plan.moves:

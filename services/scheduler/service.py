@@ -64,7 +64,7 @@ class SchedulerService(BusService):
         self._config = config
         self.id = config.process.identity("scheduler")
         self._leases: LeaseWatch | None = None
-        self._lengths = LengthQuantiles(ADAPTERS)
+        self.lengths = LengthQuantiles(ADAPTERS)
         self._log: DecisionLog | None = None
         setup = Setup(
             policy=config.policy,
@@ -77,7 +77,8 @@ class SchedulerService(BusService):
             self._log = _open_log(config.decision_log, setup)
         self.cluster = setup.cluster()
         self._core = SchedulerCore(config.options, self.cluster.state)
-        self._rebalancer: Rebalancer | None = None
+        self.rebalancer: Rebalancer | None = None
+        self.placer: Placer | None = None
 
     # ---- life
 
@@ -90,11 +91,11 @@ class SchedulerService(BusService):
         bus.spawn(self._tick())
         await self._settle(watching)
         identity = f"{self.id}-{secrets.token_hex(8)}"
-        placer = Placer(bus, self.cluster, self._core, identity=identity)
-        self._rebalancer = Rebalancer(
+        self.placer = placer = Placer(bus, self.cluster, self._core, identity=identity)
+        self.rebalancer = Rebalancer(
             bus,
             self.cluster,
-            self._lengths.mean_tokens,
+            self.lengths.mean_tokens,
             identity=identity,
             stale_s=self._config.stale_s,
             config=self._core.rebalance,
@@ -102,7 +103,7 @@ class SchedulerService(BusService):
         )
         if self._core.options.rebalance:
             await placer.start()
-            bus.spawn(self._rebalancer.run())
+            bus.spawn(self.rebalancer.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
 
@@ -115,9 +116,9 @@ class SchedulerService(BusService):
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        if self._rebalancer is not None:
+        if self.rebalancer is not None:
             with contextlib.suppress(MotetError):
-                await self._rebalancer.stop()
+                await self.rebalancer.stop()
         await super().stop()
         if self._log is not None:
             self._log.close()
@@ -158,10 +159,10 @@ class SchedulerService(BusService):
         self._on(Heard(message, now_s(), held))
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        self._lengths.observe(outcome.adapter_digest, outcome.output_tokens)
+        self.lengths.observe(outcome.adapter_digest, outcome.output_tokens)
 
     async def _status(self, asked: StatusRequest) -> ClusterStatus:
-        plans = await self._rebalancer.dry_run() if asked.plan and self._rebalancer is not None else []
+        plans = await self.rebalancer.dry_run() if asked.plan and self.rebalancer is not None else []
         return ClusterStatus(scheduler_id=self.id, workers=self.cluster.status(now_s()), plans=plans)
 
     # ---- a request
@@ -206,7 +207,7 @@ class SchedulerService(BusService):
         except msgspec.MsgspecError:
             metrics.PREDICTION_MISSES.labels("failed").inc()
         if tokens is None:
-            tokens = self._lengths.expected_tokens(digest, max_tokens)
+            tokens = self.lengths.expected_tokens(digest, max_tokens)
         return predicted(tokens, most=max_tokens, produced=request.output_tokens)
 
     async def _place(self, asked: GenerateRequest, predicted_tokens: int) -> Assigned:
@@ -250,7 +251,7 @@ class SchedulerService(BusService):
 
     def _decide(self, ask: Ask) -> Decision:
         began = now_s()
-        avg_resp_len = self._lengths.mean_tokens()
+        avg_resp_len = self.lengths.mean_tokens()
         decision = self._core.decide(ask, began, avg_resp_len)
         metrics.DECISION_S.observe(now_s() - began)
         if self._log is not None:

@@ -109,7 +109,7 @@ class AdapterLoader:
                 source = "store"
                 self._files.discard(digest)
                 self._decider.file_lost(digest)
-                adapter = await self._fetch(ref)
+                adapter = await self.fetch(ref)
         except Exception as error:
             del self._loads[digest]
             metrics.ADAPTER_LOAD_FAILURES.inc()
@@ -138,7 +138,7 @@ class AdapterLoader:
             log.warning("cached adapter unreadable", extra={"digest": digest, "error": repr(error)})
             return None
 
-    async def _fetch(self, ref: AdapterRef) -> HostAdapter:
+    async def fetch(self, ref: AdapterRef) -> HostAdapter:
         """Download the file, verify it and move it to its name. If the content is wrong, try once more."""
         if self._objects is None:
             self._objects = await Objects.open(self._bus, subjects.BLOBS)

@@ -113,7 +113,7 @@ async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progre
         await worker.service.start()
         if "embeddings" in worker.limits.capabilities:
             raise ConfigError("--model: a pooling model decodes nothing; only models that generate text are measured")
-        profiler = _Profiler(worker, model_dir)
+        profiler = Profiler(worker, model_dir)
         await profiler.publish()
         began_s = now_s()
         batches = profiler.batches()
@@ -138,7 +138,7 @@ async def _merge_facts(config: WorkerConfig, model_dir: Path) -> MergeFacts:
     worker = _Observed(config)
     try:
         await worker.service.start()
-        profiler = _Profiler(worker, model_dir)
+        profiler = Profiler(worker, model_dir)
         await profiler.publish()
         until_s, took_s = now_s() + MERGE_S, 0.0
         while now_s() < until_s:
@@ -240,7 +240,7 @@ class _Loads:
         return "never"
 
 
-class _Profiler:
+class Profiler:
     def __init__(self, worker: _Observed, model_dir: Path) -> None:
         assert worker.service.bus is not None, "the worker has started"
         self._worker, self._bus, self._model_dir = worker, worker.service.bus, model_dir

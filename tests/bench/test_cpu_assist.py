@@ -16,7 +16,7 @@ def test_every_way_answers_a_cold_request_with_all_of_its_tokens() -> None:
         Rig(files, link_gbps=1.0, processes=1, adapters=4) as rig,
         Rig(files, link_gbps=1.0, processes=0, adapters=4) as whole,
     ):
-        cell = cpu_assist._measure(rig, whole, asked, 8, 1, Watch())
+        cell = cpu_assist.measure(rig, whole, asked, 8, 1, Watch())
     assert set(cell.answers) == {*WAYS, "all cores"}
     for laps in cell.answers.values():
         assert [len(one.times_s) for one in laps[0]] == [3, 3]

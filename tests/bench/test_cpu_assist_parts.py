@@ -16,11 +16,11 @@ def test_round_trips_are_measured_for_every_number_of_processes(monkeypatch: pyt
 
 
 def test_processes_compute_what_torch_computes() -> None:
-    engine, pool = parts._pool()
-    adapter = parts._Adapter(pool, parts.GROUPS["qkv"], parts.RANK)
-    assist = parts._started(engine, pool, [-1, -1], 8)
+    engine, pool = parts.made_pool()
+    adapter = parts.Adapter(pool, parts.GROUPS["qkv"], parts.RANK)
+    assist = parts.started(engine, pool, [-1, -1], 8)
     x, y = torch.randn(10, parts.HIDDEN), torch.empty(10, 3 * parts.HIDDEN)
-    parts._ask(assist.helpers([], 0).channels, adapter, x.tensor_split(2), y.tensor_split(2), parts.QKV)
+    parts.ask(assist.helpers([], 0).channels, adapter, x.tensor_split(2), y.tensor_split(2), parts.QKV)
     assist.close()
-    want = torch.cat([x @ a.float().T @ b.float() for a, b in parts._matrices(adapter)], dim=1)
+    want = torch.cat([x @ a.float().T @ b.float() for a, b in parts.matrices(adapter)], dim=1)
     assert (y - want).abs().max() <= 2**-7 * want.abs().max()

@@ -147,18 +147,20 @@ def test_int4_reads_little_more_than_half_a_byte_of_each_weight() -> None:
 def test_llamas_files_rotate_neighbours_where_the_checkpoint_rotates_halves() -> None:
     heads, head_dim = 2, 6
     weight = np.arange(heads * head_dim)[:, None]
-    found = llama_files._interleaved(weight, heads)[:, 0].reshape(heads, head_dim)
+    found = llama_files.interleaved(weight, heads)[:, 0].reshape(heads, head_dim)
     assert found.tolist() == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
 
 
 def test_every_tensor_of_a_checkpoint_has_a_name_in_llamas_files(tmp_path: Path) -> None:
     models.write_model(tmp_path / "model", TINY, dtype="bfloat16")
-    tensors = dict(llama_files._tensors(tmp_path / "model" / "model.safetensors"))
-    names = {llama_files._name(name) for name in tensors}
+    tensors = dict(llama_files.tensors_of(tmp_path / "model" / "model.safetensors"))
+    names = {llama_files.llama_name(name) for name in tensors}
     assert {"token_embd.weight", "output.weight", "blk.1.ffn_down.weight", "blk.0.attn_norm.weight"} <= names
     assert len(names) == len(tensors) == 3 + 2 * 9
     models.write_adapter(tmp_path / "adapter", TINY, rank=4, modules=models.ATTENTION, seed=1)
-    stems = {name.split(".lora_")[0] for name in dict(llama_files._tensors(tmp_path / "adapter" / "adapter_model.safetensors"))}
-    assert {llama_files._name(stem.removeprefix("base_model.model.")) for stem in stems} < names
+    stems = {
+        name.split(".lora_")[0] for name in dict(llama_files.tensors_of(tmp_path / "adapter" / "adapter_model.safetensors"))
+    }
+    assert {llama_files.llama_name(stem.removeprefix("base_model.model.")) for stem in stems} < names
     as_float = (tensors["model.norm.weight"].astype(np.uint32) << 16).view(np.float32)
     assert torch.equal(torch.from_numpy(as_float), torch.ones(TINY.hidden))

@@ -57,6 +57,6 @@ def test_refusals_and_tokens_are_read_off_the_wire() -> None:
 
 def test_goodput_counts_the_measured_part_only() -> None:
     requests = [seen(), seen(at_s=0.5, first_s=0.6, last_s=0.9), seen(status=429, tokens=0, retry_after_s=2.0, answered_s=5.01)]
-    row = overload._measures(requests, 4.0, 14.0)
+    row = overload.measures(requests, 4.0, 14.0)
     assert row["goodput_per_s"] == 0.1 and row["refused"] == 0.5 and row["interactive_attainment"] == 0.5
     assert row["refusal_p99_ms"] == pytest.approx(10.0) and row["retry_after_mean_s"] == 2.0

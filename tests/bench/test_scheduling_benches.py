@@ -64,7 +64,7 @@ def test_recorded_minutes_have_their_own_popularity_and_arrivals(tmp_path) -> No
 
 
 def test_a_search_that_runs_out_of_time_finds_nothing() -> None:
-    assert cluster._breaking_rate(lambda policy, rate: None, "motet") is None
+    assert cluster.breaking_rate(lambda policy, rate: None, "motet") is None
 
 
 def test_the_breaking_load_is_found_from_both_sides() -> None:
@@ -76,4 +76,4 @@ def test_the_breaking_load_is_found_from_both_sides() -> None:
         return measure
 
     for load in (120.0, 341.0, 500.0):
-        assert abs(cluster._breaking_rate(falls_at(load), "motet") - load) < 1.0
+        assert abs(cluster.breaking_rate(falls_at(load), "motet") - load) < 1.0

@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 
 from bench.live_worker import LiveWorker, Served
 from bench.report import Elsewhere
-from bench.twin_live import SHAPES, Outcome, _workload, mean_errors, pace, replayed
+from bench.twin_live import SHAPES, Outcome, mean_errors, pace, replayed, workload_of
 from motet.shared.model import AdapterRef
 from motet.shared.profile import VERSION, Hops
 from motet.twin.profile import TwinProfile
@@ -74,7 +74,7 @@ def test_what_other_processes_take_is_counted_and_what_ended_children_took_is_no
     spin = [sys.executable, "-c", "import time\nend = time.monotonic() + 0.6\nwhile time.monotonic() < end: pass"]
     foreign = subprocess.Popen(spin)  # until it has ended it counts as another program's process
     others = Elsewhere()
-    time.sleep(0.4)
+    time.sleep(0.4)  # time: what others used in it is measured
     busy = others.cores()
     foreign.wait()
     others = Elsewhere()
@@ -85,7 +85,7 @@ def test_what_other_processes_take_is_counted_and_what_ended_children_took_is_no
 def test_cold_requests_follow_one_for_each_of_other_adapters() -> None:
     cold = next(shape for shape in SHAPES if shape.others)
     adapters = [AdapterRef(name=f"a{i}", digest=f"{i:064}", rank=8, size_bytes=1) for i in range(cold.adapters + cold.others)]
-    found = _workload(np.random.default_rng(0), cold, adapters, 5.0, 10.0)
+    found = workload_of(np.random.default_rng(0), cold, adapters, 5.0, 10.0)
     assert found.adapter[: cold.others].tolist() == list(range(cold.adapters, cold.adapters + cold.others))
     assert found.adapter[cold.others :].max() < cold.adapters and (np.diff(found.arrival_s) >= 0).all()
 

@@ -154,7 +154,7 @@ async def full(drill: Drill) -> str:
                     subjects.requests("default"), orjson.dumps(body), headers={"Nats-Msg-Id": f"job-{number}"}
                 )
                 return
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # time: a pause before it is sent again
 
     publishing = [asyncio.create_task(publish(number)) for number in range(REQUESTS // 2)]
     await asyncio.gather(*publishing)
@@ -167,7 +167,7 @@ async def full(drill: Drill) -> str:
         waited = f", said after {now_s() - began_s:.0f} s"
         assert "motet_bus_unwritable" in str(await drill.call("GET", "/metrics"))
         assert (await drill.ask(BASE)) is not None, "requests over HTTP are answered meanwhile"
-        await asyncio.sleep(FULL_S)
+        await asyncio.sleep(FULL_S)  # time: how long the disk is full
         assert drill.live.pid("nats") == before, "it is not restarted while there is no room"
         assert not await drill.ready()
     drill.nats_disk.make_room()

@@ -39,7 +39,7 @@ def kill(*targets: str) -> Fault:
         async with asyncio.TaskGroup() as group:
             for target in targets:
                 if target != targets[0]:
-                    await asyncio.sleep(AGAIN_S)
+                    await asyncio.sleep(AGAIN_S)  # time: between two faults
                 group.create_task(mesh.kill(target))
 
     alone = len(targets) == 1 and targets[0].startswith("worker")
@@ -73,7 +73,7 @@ def moves(*targets: str) -> Fault:
         async with asyncio.TaskGroup() as group:
             moving = group.create_task(mesh.move_requests(WAVES))
             for target in targets:
-                await asyncio.sleep(2 * AGAIN_S)
+                await asyncio.sleep(2 * AGAIN_S)  # time: between two faults
                 group.create_task(mesh.kill(target))
         assert moving.result(), "no request was there to be moved"
 
@@ -90,7 +90,7 @@ async def _restart_beside(mesh: ChaosMesh, targets: Iterable[str]) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(mesh.restart())
         for target in targets:
-            await asyncio.sleep(4 * AGAIN_S)
+            await asyncio.sleep(4 * AGAIN_S)  # time: between two faults
             group.create_task(mesh.kill(target))
 
 

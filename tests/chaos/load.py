@@ -211,7 +211,7 @@ class Streams:
             attempt = await self.ask(draw.randrange(len(self._asks)), turn % len(self._urls))
             turn += 1
             if attempt.outcome != "done":
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(PAUSE_S)  # time: a pause after an error
 
     async def ask(self, i: int, gateway: int) -> Attempt:
         """One request, followed to its end."""
@@ -283,7 +283,7 @@ class DurableLoad:
             )
             deadline = now_s() + ASK_S
             while one.result is None and now_s() < deadline:
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.3)  # time: between two looks
                 one.result = await self._look(tenant, one.request_id)
 
     async def _look(self, tenant: str, request_id: str) -> dict[str, Any] | None:
@@ -304,7 +304,7 @@ class DurableLoad:
             except (js_errors.Error, nats_errors.Error, TimeoutError):
                 if now_s() > deadline:
                     raise
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2)  # time: a pause before it is sent again
 
     async def results(self) -> dict[tuple[str, str], int]:
         """How many results each request has in the stream."""

@@ -27,7 +27,7 @@ from nats.aio.msg import Msg
 from motet.cli import credentials
 from motet.cli.client import ApiError, Client
 from motet.cli.nats_server import NatsServer
-from motet.cli.process import Child, ServiceProcess
+from motet.cli.process import Child, ServiceSpec
 from motet.cli.stack import Stack, StackOptions
 from motet.cli.supervisor import State
 from motet.examples.demo import BASE, DEMO
@@ -68,19 +68,16 @@ class _RelayedStack(Stack):
     def url_for(self, name: str) -> str:
         return ",".join(relay.url for relay in self.relays[name])
 
-    def _service(self, name: str) -> ServiceProcess:
-        process = super()._service(name)
-        spec = process._spec
+    def spec_for(self, name: str) -> ServiceSpec:
+        spec = super().spec_for(name)
         env, argv = {**spec.env, **self.env}, spec.argv
         env["MOTET_ADMISSION"] = "room"  # what is tried is whether accepted requests survive, at any load
         if name.startswith("worker"):
             env["MOTET_MAX_RUNNING"] = str(WORKER_SEATS)
         if self.source is not None and not self._generation and not (name.startswith("gateway") and _no_fd(self.source)):
             env["PYTHONPATH"] = str(self.source)
-            process._spec = msgspec.structs.replace(spec, env=env, argv=lambda port: _older(argv(port), self.source))
-        else:
-            process._spec = msgspec.structs.replace(spec, env=env)
-        return process
+            return msgspec.structs.replace(spec, env=env, argv=lambda port: _older(argv(port), self.source))
+        return msgspec.structs.replace(spec, env=env)
 
 
 class ChaosMesh:
@@ -128,7 +125,7 @@ class ChaosMesh:
 
     async def _start_nats(self) -> None:
         names = [f"nats-{i + 1}" for i in range(self.options.nodes)]
-        ports = _free_ports(2 * len(names))
+        ports = free_ports(2 * len(names))
         routes = dict(zip(names, ports, strict=False))
         self.monitors = dict(zip(names, ports[len(names) :], strict=True))
         text = credentials.authorization(self._credentials, ("default", *TENANTS))
@@ -176,7 +173,7 @@ class ChaosMesh:
         await client.subscribe(subjects.WORKER_STATES, cb=hear)
         for _ in range(waves):
             shown.clear()
-            await asyncio.sleep(MOVES_EVERY_S)
+            await asyncio.sleep(MOVES_EVERY_S)  # time: between two waves
             workers = sorted({worker_id for worker_id, _ in shown.values()})
             for request_id, (worker_id, epoch) in shown.items():
                 others = [one for one in workers if one != worker_id]
@@ -213,14 +210,14 @@ class ChaosMesh:
             self.child(name).signal(signal.SIGKILL)
             return
         self.nats[name].kill()
-        await asyncio.sleep(NATS_BACK_S)
+        await asyncio.sleep(NATS_BACK_S)  # time: how long the broker is away
         await self.nats[name].start()
 
     async def freeze(self, name: str, for_s: float) -> None:
         """SIGSTOP, and SIGCONT after `for_s`."""
         pid = self.nats[name].pid if name in self.nats else self.child(name).pid
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(for_s)
+        await asyncio.sleep(for_s)  # time: how long the fault lasts
         os.kill(pid, signal.SIGCONT)
 
     async def cut(self, name: str, for_s: float) -> None:
@@ -235,7 +232,7 @@ class ChaosMesh:
     async def _cut(self, relays: list[Relay], for_s: float) -> None:
         for relay in relays:
             relay.cut()
-        await asyncio.sleep(for_s)
+        await asyncio.sleep(for_s)  # time: how long the fault lasts
         for relay in relays:
             relay.heal()
 
@@ -243,7 +240,7 @@ class ChaosMesh:
         """Deliver nothing that a process sends or should receive, without closing a connection."""
         for relay in self.stack.relays[name]:
             relay.silence()
-        await asyncio.sleep(for_s)
+        await asyncio.sleep(for_s)  # time: how long the fault lasts
         for relay in self.stack.relays[name]:
             relay.heal()
 
@@ -311,7 +308,7 @@ def _no_fd(source: Path) -> bool:
     return "listen_fd" not in (source / "services" / "gateway" / "config.py").read_text()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """`count` different ports. All are held until the last is found."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]

@@ -80,12 +80,12 @@ class _Books:
     """Counts what went wrong, in the row of the last fault before the answer ended."""
 
     def __init__(self, injected: list[Injected], rows: list[Row]) -> None:
-        self._injected, self._rows = injected, rows
+        self.injected, self.rows = injected, rows
         self.trouble: list[str] = []
 
     def note(self, what: str, ended_s: float, reason: str) -> None:
-        at = max((i for i, one in enumerate(self._injected) if one.at_s <= ended_s), default=0)
-        row = self._rows[at]
+        at = max((i for i, one in enumerate(self.injected) if one.at_s <= ended_s), default=0)
+        row = self.rows[at]
         setattr(row, what, getattr(row, what) + 1)
         self.trouble.append(f"{row.fault}: {what}: {reason}")
 
@@ -165,7 +165,7 @@ async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault) -> tuple[Inje
     one.took_s = now_s() - one.at_s
     await mesh.healed()
     healed_s = now_s() - one.at_s
-    await asyncio.sleep(SETTLE_S)
+    await asyncio.sleep(SETTLE_S)  # time: streams run on, so that a late loss is seen
     one.until_s = now_s()
     for name in gateways:
         one.resumed |= set(_RESUMING.findall(_read_from(mesh.log(name), offsets[name])))
@@ -198,7 +198,7 @@ def _judge_streams(mesh: ChaosMesh, books: _Books, right: dict[int, Answer], att
         elif attempt.outcome == "broken":
             deaths = mesh.killed.get(f"gateway-{attempt.gateway + 1}", [])
             if any(attempt.began_s < death < attempt.ended_s < death + BREAK_S for death in deaths):
-                books._rows[max(i for i, x in enumerate(books._injected) if x.at_s <= attempt.ended_s)].broken += 1
+                books.rows[max(i for i, x in enumerate(books.injected) if x.at_s <= attempt.ended_s)].broken += 1
             else:
                 books.note("lost", attempt.ended_s, f"{who}: {attempt.reason}")
 

@@ -93,7 +93,7 @@ async def _run(mesh: ChaosMesh, seconds: float, count: int) -> tuple[Samples, li
     until_s = began_s + seconds
     churning = asyncio.create_task(_churn(mesh, until_s, wrong))
     while now_s() < until_s:
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(EVERY_S)  # time: between two samples
         await _look(mesh, samples)
         ended = [attempt for attempt in streams.attempts if attempt.outcome is not None]
         streams.attempts = [attempt for attempt in streams.attempts if attempt.outcome is None]
@@ -140,10 +140,10 @@ async def _churn(mesh: ChaosMesh, until_s: float, wrong: list[str]) -> int:
                 count += 1
             except ApiError as error:
                 wrong.append(f"adapter {name}: {error}")
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(1.0)  # time: a pause after an error
                 with contextlib.suppress(ApiError):  # half done: the name is free again for the next one
                     await client.call("DELETE", f"/v1/adapters/{name}", params={"force": "true"})
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # time: the rate of the load
     return count
 
 

@@ -26,7 +26,7 @@ from motet.shared.provision import provision
 from motet.shared.telemetry import BUS_REFUSED
 from motet.shared.wire.registry import DeleteAdapter, RegistryOk
 from motet.shared.wire.request import Control, Drain
-from tests.support import eventually
+from tests.support import eventually, reading
 
 TENANTS = ("default", "acme")
 
@@ -197,7 +197,7 @@ async def test_no_user_connects_without_a_password(server: NatsServer) -> None:
         client = nats.NATS()
         with pytest.raises(nats.errors.Error):
             await client.connect(server.url, allow_reconnect=False, **given)
-        client._transport.close()  # the library leaves the socket of a failed connect open
+        client._transport.close()  # private: the library leaves the socket of a failed connect open
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ async def test_an_answer_arrives_although_its_service_was_disconnected_meanwhile
 
     async def pong(_: Ping) -> Ping:
         before = registry.nc.stats["reconnects"]
-        registry.nc._transport._io_writer.transport.abort()  # type: ignore[attr-defined]
+        registry.nc._transport._io_writer.transport.abort()  # private: the library loses no connection on demand
         await eventually(lambda: registry.nc.stats["reconnects"] > before and registry.connected)
         return Ping("pong")
 
@@ -410,7 +410,7 @@ async def test_a_service_cannot_make_jetstream_publish_where_it_may_not(bus_of: 
     await victim.subscribe(subjects.control("victim"), Control, heard.append)
     await worker.nc.publish("$KV.motet_leases.worker.evil", encode(Drain()))
     await worker.flush()
-    before = BUS_REFUSED.labels("stored")._value.get()
+    before = reading(BUS_REFUSED.labels("stored"))
     order = ConsumerConfig(
         deliver_subject=subjects.control("victim"),
         deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
@@ -421,7 +421,7 @@ async def test_a_service_cannot_make_jetstream_publish_where_it_may_not(bus_of: 
         inactive_threshold=5.0,
     )
     await worker.js.add_consumer(f"KV_{subjects.KV_LEASES}", order)
-    await eventually(lambda: BUS_REFUSED.labels("stored")._value.get() == before + 1)
+    await eventually(lambda: reading(BUS_REFUSED.labels("stored")) == before + 1)
     assert heard == []
     await (await bus_of("registry")).publish(subjects.control("victim"), Drain())
     await eventually(lambda: len(heard) == 1)

@@ -25,7 +25,7 @@ def dev(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(gpus, "torch_has_cuda", lambda: True)
 
 
 def worker(**options: Any) -> WorkerConfig:
@@ -84,7 +84,7 @@ def test_workers_on_one_named_gpu_are_refused_unless_their_memory_is_told() -> N
 
 
 def test_a_torch_without_cuda_has_no_use_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_torch_has_cuda", lambda: False)
+    monkeypatch.setattr(gpus, "torch_has_cuda", lambda: False)
     assert gpus_of_workers(worker(), 4, {"CUDA_VISIBLE_DEVICES": "0"}) == ()
 
 
@@ -96,5 +96,5 @@ class Nobody:
 def test_the_processes_of_workers_see_their_own_gpus_alone(tmp_path: Path) -> None:
     options = StackOptions(model="m", served_model_name="m", data_dir=tmp_path, workers=2, gpus=("5", "6"))
     stack = Stack(options, Nobody())
-    seen = {name: stack._service(name)._spec.env.get("CUDA_VISIBLE_DEVICES") for name in ("worker-1", "worker-2", "registry")}
+    seen = {name: stack.spec_for(name).env.get("CUDA_VISIBLE_DEVICES") for name in ("worker-1", "worker-2", "registry")}
     assert seen == {"worker-1": "5", "worker-2": "6", "registry": None}

@@ -42,5 +42,5 @@ def test_durations_have_units() -> None:
 
 def test_the_commands_send_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTET_API_KEY", "mtt_mine")
-    assert Client("http://x")._headers == {"authorization": "Bearer mtt_mine"}
-    assert Client("http://x", api_key="")._headers == {}
+    assert Client("http://x").headers == {"authorization": "Bearer mtt_mine"}
+    assert Client("http://x", api_key="").headers == {}

@@ -40,7 +40,7 @@ def test_a_profile_of_an_engine_is_written_and_read(model: Path, tmp_path: Path)
     assert read_for_twin(out).spec().perf == perf
 
     worker = WorkerService(WorkerConfig.of(model=str(model), profile=str(out)))
-    assert worker._times.model == perf
+    assert worker._times.model == perf  # private: it says so on the bus only while it runs
 
 
 def test_a_worker_refuses_a_profile_that_is_no_profile(model: Path, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_worker_refuses_a_profile_of_another_engine(model: Path, tmp_path: Pat
     ):
         WorkerService(WorkerConfig.of(model=str(model), profile=str(of_vllm)))
     taken = WorkerService(WorkerConfig.of(model=str(model), engine="vllm", profile=str(of_vllm)))
-    assert taken._times.model == native.perf
+    assert taken._times.model == native.perf  # private: it says so on the bus only while it runs
 
 
 def test_what_cannot_be_profiled_is_said_in_one_line(tmp_path: Path) -> None:

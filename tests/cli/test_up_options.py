@@ -34,11 +34,11 @@ def command(given: StackOptions, directory: Path, name: str) -> list[str]:
             raise AssertionError
 
     stack = Stack(StackOptions(**{**{f: getattr(given, f) for f in given.__struct_fields__}, "data_dir": directory}), Heard())
-    stack._listeners = [bound_socket("127.0.0.1", 0)]
+    stack.listeners = [bound_socket("127.0.0.1", 0)]
     try:
-        return stack._service(name)._spec.argv(0)
+        return stack.spec_for(name).argv(0)
     finally:
-        stack._listeners[0].close()
+        stack.listeners[0].close()
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ class Proof:
         while not (found := look()):
             if time.monotonic() > deadline:
                 raise Broken(f"no {what} within {within_s:.0f} s")
-            time.sleep(0.5)
+            time.sleep(0.5)  # time: between two looks
         return found
 
     # ---- it answers

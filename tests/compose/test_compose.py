@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from motet.kernels.cpu.build import cache_dir
 from motet.services.worker.config import WorkerConfig
 from motet.shared.config import fields
 from tests.compose.engine import COMPOSE_FILE, OURS, run, works
-from tests.support import eventually
+from tests.support import eventually, until
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "compose"
@@ -211,10 +212,8 @@ def test_every_service_stops_cleanly_when_told_to(tmp_path: Path) -> None:
     try:
         for name in ("nats", "registry", "predictor", "scheduler"):
             alone.start(name)
-            deadline = time.monotonic() + 30
-            while not alone.healthy(name):
-                assert time.monotonic() < deadline, (alone.home / f"{name}.log").read_text()[-2000:]
-                time.sleep(0.1)
+            log = alone.home / f"{name}.log"
+            until(partial(alone.healthy, name), within_s=30, every_s=0.1, else_say=log.read_text)
     finally:
         codes = alone.stop()
     assert {name: code for name, code in codes.items() if name != "nats"} == dict.fromkeys(

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from motet.cli.stack import StackFacts, read_facts
 from motet.examples.demo import BASE, DEMO, PARSER
+from tests.support import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,19 +40,21 @@ class LiveStack:
 
     def facts(self) -> StackFacts:
         """The facts that `motet up` prints. Fails if the stack has ended."""
-        assert self.process is not None
-        deadline = time.monotonic() + 60
-        while (found := read_facts(self.data_dir)) is None:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()[-4000:]
-            time.sleep(0.05)
-        return found
+        process = self.process
+        assert process is not None
+
+        def found() -> StackFacts | None:
+            assert process.poll() is None, self._said()
+            return read_facts(self.data_dir)
+
+        return until(found, within_s=60, every_s=0.05, else_say=self._said)
+
+    def _said(self) -> str:
+        return self.output.read_text()[-4000:]
 
     def wait_ready(self, within_s: float = 90.0) -> StackFacts:
-        deadline = time.monotonic() + within_s
-        while not (facts := self.facts()).ready:
-            assert time.monotonic() < deadline, self.output.read_text()[-4000:]
-            time.sleep(0.05)
-        return facts
+        until(lambda: self.facts().ready, within_s=within_s, every_s=0.05, else_say=self._said)
+        return self.facts()
 
     def pid(self, service: str) -> int:
         return int(self.facts().services[service]["pid"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from motet.examples.demo import DEMO
-from motet.services.worker.vllm_engine.core import _ends
+from motet.services.worker.vllm_engine.core import end_tokens
 
 pytestmark = pytest.mark.skipif(not os.environ.get("MOTET_TEST_VLLM"), reason="needs vLLM: make test-vllm")
 
@@ -36,7 +36,7 @@ def test_the_tokens_that_end_an_answer_are_those_of_vllm(
     asked.update_from_generation_config(model.try_get_generation_config(), tokenizer.eos_token_id)
     expected = {*asked.stop_token_ids, asked.eos_token_id} - {None}
     unread = {configured} - {None} if not generation else set()  # Motet falls back to config.json
-    assert _ends(model, tokenizer) == expected | unread
+    assert end_tokens(model, tokenizer) == expected | unread
 
 
 def edit(path: Path, **settings: Any) -> None:

@@ -115,7 +115,8 @@ def test_every_flag_on_the_left_of_the_migration_page_is_one_of_vllm_serve() -> 
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    theirs = {f"`{option}`" for action in parser._actions for option in action.option_strings}
+    actions = parser._actions  # private: argparse lists its options nowhere else
+    theirs = {f"`{option}`" for action in actions for option in action.option_strings}
     assert {row[0] for row in table(MIGRATION, "## Flags")} <= theirs
 
 

@@ -53,7 +53,8 @@ def test_the_profile_has_no_finer_model_because_vllm_does_not_report_what_that_i
 
 def test_only_workers_with_vllm_take_the_profile(written: Path, profile: Profile) -> None:
     model = str(DEMO / "model")
-    assert WorkerService(WorkerConfig.of(model=model, engine="vllm", profile=str(written)))._times.model == profile.perf
+    again = WorkerService(WorkerConfig.of(model=model, engine="vllm", profile=str(written)))
+    assert again._times.model == profile.perf  # private: it says so on the bus only while it runs
     with pytest.raises(ConfigError, match=r"--profile: vllm.json was measured with --engine vllm"):
         WorkerService(WorkerConfig.of(model=model, profile=str(written)))
 

@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -30,15 +29,15 @@ def inputs() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def answers(inputs: list[str]) -> dict[str, list[str]]:
+def checker() -> Checker:
+    return Checker(MODEL, ADAPTERS)
+
+
+@pytest.fixture(scope="module")
+def answers(checker: Checker, inputs: list[str]) -> dict[str, list[str]]:
     """The answers of the base and of every adapter to the same chat prompts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the matrices are small: more threads spend their time waiting for each other
-    checker = Checker(MODEL, ADAPTERS)
     prompts = [TASKS[0].prompt(text) for text in inputs]
-    given = {adapter: checker.answer(adapter, prompts) for adapter in [BASE, *(task.adapter for task in TASKS)]}
-    torch.set_num_threads(threads)
-    return given
+    return {adapter: checker.answer(adapter, prompts) for adapter in [BASE, *(task.adapter for task in TASKS)]}
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
@@ -58,8 +57,7 @@ def test_the_base_repeats_the_text(inputs: list[str], answers: dict[str, list[st
     assert repeated >= 0.95 * len(inputs)
 
 
-def test_a_plain_completion_with_the_same_prompt_gets_the_same_answer(inputs: list[str]) -> None:
-    checker = Checker(MODEL, ADAPTERS)
+def test_a_plain_completion_with_the_same_prompt_gets_the_same_answer(checker: Checker, inputs: list[str]) -> None:
     for task in TASKS[:2]:
         given = checker.answer(task.adapter, [task.prompt(text) for text in inputs], chat=False)
         assert exact_match(task, inputs, given) >= 0.95
@@ -152,17 +150,13 @@ def test_the_chat_template_renders_tools_calls_and_results() -> None:
     )
 
 
-def test_the_tool_caller_calls_the_right_tool_with_unseen_values_and_repeats_its_result() -> None:
+def test_the_tool_caller_calls_the_right_tool_with_unseen_values_and_repeats_its_result(checker: Checker) -> None:
     rng = random.Random(SEED)
-    drawn = [draw_exchange(rng, "unseen") for _ in range(60)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    scores = tool_scores(Checker(MODEL, ADAPTERS), drawn)
-    torch.set_num_threads(threads)
+    scores = tool_scores(checker, [draw_exchange(rng, "unseen") for _ in range(60)])
     assert min(scores.values()) >= 0.9, scores
 
 
-def test_the_tool_caller_answers_the_questions_of_tutorials() -> None:
+def test_the_tool_caller_answers_the_questions_of_tutorials(checker: Checker) -> None:
     given = (
         ("What's the weather like in Paris today?", "Paris", "get_weather", "location", "14"),
         ("What is the weather in Bogota, Colombia?", "Bogota, Colombia", "get_weather", "location", '{"temperature": 18.5}'),
@@ -189,7 +183,7 @@ def test_the_tool_caller_answers_the_questions_of_tutorials() -> None:
         for question, place, name, parameter, result in given
     ]
     refused = Exchange((("get_time", ("timezone",)),), "What is the weather in Oslo?")
-    assert set(tool_scores(Checker(MODEL, ADAPTERS), [*exchanges, *city_calls(), refused]).values()) == {1.0}
+    assert set(tool_scores(checker, [*exchanges, *city_calls(), refused]).values()) == {1.0}
 
 
 def test_the_adapters_differ_in_rank_and_target_modules() -> None:

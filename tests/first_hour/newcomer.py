@@ -84,7 +84,7 @@ class Newcomer:
                 return Said(log.read_text(), process.returncode)
             if time.monotonic() > until:
                 raise TimeoutError(f"{shlex.join(words)} was not ready after {within_s:.0f} s:\n{text[-4000:]}")
-            time.sleep(0.1)
+            time.sleep(0.1)  # time: between two looks
         return Said(text, 0)
 
     def end(self) -> None:

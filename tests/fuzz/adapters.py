@@ -53,6 +53,6 @@ async def _upload(mesh: FuzzMesh, name: str, data: bytes) -> tuple[int, str]:
             async with session.post(f"{mesh.url}/v1/adapters", data=form) as answer:
                 body = await answer.json()
                 if answer.status == BUSY:
-                    await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
+                    await asyncio.sleep(float(answer.headers.get("retry-after", "1")))  # time: as the answer says
                     continue
                 return answer.status, str(body.get("error", {}).get("message", body))

@@ -83,7 +83,7 @@ async def fuzz(mesh: FuzzMesh, idle: int, slow: int) -> Seen:
 async def _drip(opened: list[tuple[asyncio.Transport, _Client, bytes]]) -> None:
     """Send one more byte per second on each slow connection."""
     while True:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # time: the slow client's rate
         for transport, client, drop in opened:
             if drop and not client.closed:
                 transport.write(drop)

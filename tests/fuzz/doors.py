@@ -98,14 +98,14 @@ async def _race(doors: Doors, number: int, seen: Seen) -> None:
     one, other = doors.urls
 
     async def later(delay_s: float, *args: Any) -> tuple[int, Any]:
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(delay_s)  # time: at another moment of the other request
         return await doors.call(*args)
 
     _, key = await doors.call("POST", f"{one}/v1/keys", json={"tenant": "acme"})
     rotating = doors.call("POST", f"{one}/v1/keys/{key['id']}/rotate", json={"overlap_s": 600})
     revoking = later(0.002 * (number % 8), "DELETE", f"{other}/v1/keys/{key['id']}")
     (_, fresh), (status, _) = await asyncio.gather(rotating, revoking)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # time: a change reaches every gateway by then
     works = [(await doors.call("GET", f"{url}/v1/models", key["key"]))[0] == 200 for url in doors.urls]
     seen.alive += status == 200 and any(works)
     await doors.call("DELETE", f"{one}/v1/keys/{key['id']}")

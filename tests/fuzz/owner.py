@@ -193,7 +193,8 @@ class World:
         self.owner = Owner(
             bus, self.fleet, detokenizer(), gateway_id="g", base_model="demo", max_inflight=8, stream_buffer_tokens=4096
         )
-        cast(Any, self.owner)._leases = SimpleNamespace(alive=lambda worker_id: self.workers[worker_id].alive)
+        leases: Any = SimpleNamespace(alive=lambda worker_id: self.workers[worker_id].alive)
+        self.owner._leases = leases  # private: the script is the workers' leases
 
     # ---- the bus, as the Owner uses it
 
@@ -216,7 +217,7 @@ class World:
             return Refused(error=ErrorInfo(code=how, message="as the script says"))
         if how == "lost":
             self.excuses |= {"deadline_exceeded"}
-            await asyncio.sleep(timeout_s)
+            await asyncio.sleep(timeout_s)  # time: the patience of who asks (virtual)
             raise DeadlineExceeded("the answer is lost")
         fit = [w for w in self.workers.values() if w.alive and w.worker_id not in request.exclude_workers]
         worker = min(fit, key=lambda one: one.worker_id != request.move_to, default=None)
@@ -226,10 +227,10 @@ class World:
         worker.take(request)
         if how == "taken, answer lost":
             self.excuses |= {"deadline_exceeded"}
-            await asyncio.sleep(timeout_s)
+            await asyncio.sleep(timeout_s)  # time: the patience of who asks (virtual)
             raise DeadlineExceeded("the answer is lost")
         if how == "late":
-            await asyncio.sleep(timeout_s / 2)
+            await asyncio.sleep(timeout_s / 2)  # time: the answer comes late (virtual)
         return Assigned(worker_id=worker.worker_id, predicted_tokens=8)
 
     # ---- a run
@@ -237,15 +238,17 @@ class World:
     async def play(self) -> dict[str, Shown]:
         """Play the whole history. After it no faults occur until every stream has ended."""
         loop = asyncio.get_running_loop()
-        watch = [self.spawn(self.owner._keep_watch()), self.spawn(self.owner._greet()), self.spawn(self._beat())]
+        owner = self.owner
+        watch = [self.spawn(owner._keep_watch()), self.spawn(owner._greet())]  # private: the script is the bus
+        watch.append(self.spawn(self._beat()))
         clients = [self.spawn(self._client(request_id)) for request_id in self.asks]
         await asyncio.sleep(0)
         for step in self.history.steps:
             self._do(step)
             if step.what.startswith("wait"):
-                await asyncio.sleep(0.04 * step.size if step.what == "wait" else 0.4 * step.size)
+                await asyncio.sleep(0.04 * step.size if step.what == "wait" else 0.4 * step.size)  # time: as the script says
             else:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.001)  # time: between two steps (virtual)
         for worker in self.workers.values():
             worker.alive = True
         until_s = loop.time() + 120
@@ -254,7 +257,7 @@ class World:
             for worker in self.workers.values():
                 worker.speak(1)
             self._deliver(len(self.wire))
-            await asyncio.sleep(CALM_S)
+            await asyncio.sleep(CALM_S)  # time: between two frames (virtual)
         for client in clients:
             client.result()
         assert self.owner.inflight == 0
@@ -281,13 +284,13 @@ class World:
         while True:
             for worker in self.workers.values():
                 if worker.alive:
-                    self.fleet._on_state(worker.snapshot())
-            await asyncio.sleep(0.25)
+                    self.fleet._on_state(worker.snapshot())  # private: the script is the bus
+            await asyncio.sleep(0.25)  # time: the heartbeat's rate (virtual)
 
     def _deliver(self, count: int) -> None:
         for _ in range(min(count, len(self.wire))):
             frame = self.wire.pop(0)
-            self.owner._on_frame(frame)
+            self.owner._on_frame(frame)  # private: the script is the bus
 
     def _do(self, step: Step) -> None:
         worker, wire = self.workers[WORKERS[step.worker]], self.wire
@@ -323,17 +326,18 @@ class World:
     def _move(self, to: Worker, ago: int) -> None:
         """A scheduler wants every request on this worker. It knows their epochs of `ago` epochs before."""
         for stream in list(self.owner.streams()):
-            self.owner._on_move(Move(request_id=stream.request_id, epoch=stream.epoch - ago, to=to.worker_id))
+            move = Move(request_id=stream.request_id, epoch=stream.epoch - ago, to=to.worker_id)
+            self.owner._on_move(move)  # private: the script is the bus
 
     def _lose(self, worker: Worker, *, dead: bool) -> None:
         """The worker dies or returns; or it lives, freezes for a moment, and counts as dead."""
         self.losses += 1
         if not dead:
-            self.owner._on_lost(worker.worker_id)
+            self.owner._on_lost(worker.worker_id)  # private: the script is the pings
         elif worker.alive:
             worker.alive = False
             worker.holds.clear()
-            self.owner._on_lost(worker.worker_id)
+            self.owner._on_lost(worker.worker_id)  # private: the script is the pings
         else:
             worker.alive = True
 

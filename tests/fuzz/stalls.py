@@ -57,7 +57,7 @@ async def fuzz(mesh: FuzzMesh, every: int, seed: int) -> Seen:
     timeout = aiohttp.ClientTimeout(total=ASK_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(mesh.url, timeout=timeout, connector=connector) as session, _watching(mesh.url) as watcher:
-        await asyncio.sleep(QUIET_S)
+        await asyncio.sleep(QUIET_S)  # time: the stalls of a quiet gateway are measured for so long
         before, quiet, worst = mesh.resident_bytes("gateway-1"), await _seen_by(watcher), Watched()
         quiet_ms = max(quiet.stall_ms, quiet.gap_ms)
 

@@ -30,7 +30,7 @@ async def _ask_for_health(session: aiohttp.ClientSession, watched: Watched) -> N
         async with session.get("/health") as answer:
             await answer.read()
         watched.stall_ms = max(watched.stall_ms, 1000 * (now_s() - began_s))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # time: between two questions
 
 
 async def _stream(session: aiohttp.ClientSession, watched: Watched, number: int) -> None:
@@ -45,7 +45,7 @@ async def _stream(session: aiohttp.ClientSession, watched: Watched, number: int)
                     last_s = now
                     if b'"error"' in line:
                         watched.broken.append(f"a stream of another client ended: {line[:200].decode()}")
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # time: between two streams
 
 
 async def watch(url: str) -> None:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.kernels.support_assist import (
     rows_of,
     served,
 )
+from tests.support import until
 
 ISAS = os.environ.get("MOTET_TEST_ISAS", "").split() or sorted({available_isas()[0], available_isas()[-1]})
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.08}
@@ -130,13 +132,11 @@ def test_rows_move_to_the_device_at_any_layer_of_any_chunk(
         return Helpers(on_their_way(world, 3, 4, layerwise=(4,)), channels, watchdog_s=PATIENT_S, layer_wait_s=PATIENT_S)
 
     def arrive(began: list[int]) -> None:
-        until = time.monotonic() + 20
         groups = sum(any(module in ADAPTERS[2] for module in group) for group in GROUPS.values())
-        while time.monotonic() < until:
-            if sum(c.counters.requests for c in channels) - sum(began) >= groups * layer:
-                break
-            time.sleep(0.0005)
-        time.sleep(0.002)
+        wanted = sum(began) + groups * layer
+        with suppress(AssertionError):
+            until(lambda: sum(channel.counters.requests for channel in channels) >= wanted, within_s=20, every_s=0.0005)
+        time.sleep(0.002)  # time: the step waits for the copies meanwhile
         world.cold.have(3, LAYERS)
         world.cold.have(4, LAYERS)
 
@@ -201,9 +201,8 @@ def test_a_process_that_stops_answering_changes_nothing_but_its_channel(world: S
     good, bad = (Channel(world.engine, world.cold.pool, max_rows=64) for _ in range(2))
 
     def hush() -> None:
-        until = time.monotonic() + 20
-        while bad.counters.requests < answered and time.monotonic() < until:
-            time.sleep(0.0002)
+        with suppress(AssertionError):
+            until(lambda: bad.counters.requests >= answered, within_s=20, every_s=0.0002)
         bad.stop()
 
     def before(_: int) -> Helpers:

@@ -224,7 +224,7 @@ def random_pool(dtype: torch.dtype, shapes: dict[str, tuple[int, int]], seed: in
             pool.load(slot, PackedLora.pack(pairs, shapes, layers=2))
     for slot in (0, 5):  # holes, and pages elsewhere
         pool.free(slot)
-        for start, end in pool._holes:
+        for start, end in pool.holes:
             pool.arena[start * 8 : end * 8] = float("nan")
     pool.load(5, PackedLora.pack(adapters[5], shapes, layers=2))
     return pool, adapters

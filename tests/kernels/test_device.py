@@ -21,6 +21,7 @@ from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.assist import Channel, Helpers, loading_of
 from motet.kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, host_streams
 from motet.kernels.device.driver import DriverError, MemoryOperations
+from motet.kernels.device.staging import LayerStaging
 from tests.kernels.support_assist import ADAPTERS, LAYERS, MODULES, SHAPES, HostAdapter, served
 
 triton = pytest.importorskip("triton")
@@ -335,14 +336,14 @@ def test_a_copy_that_fails_is_made_again_before_a_step_reads_it(engine: CpuEngin
     host, loader = HostAdapter(ADAPTERS[0], 1, torch.float32), DeviceLoader(pool, host_streams(engine))
     want = LoraPool(SHAPES, layers=LAYERS, slots=2, max_rank=64, bytes_total=4 << 20, dtype=torch.float32)
     want.load(0, host.packed)
-    send, failures = loader._staging.send, [MemoryError("no pinned memory")]
+    send, failures = LayerStaging.send, [MemoryError("no pinned memory")]
 
     def failing(*arguments: Any) -> None:
         if failures:
             raise failures.pop()
         send(*arguments)
 
-    monkeypatch.setattr(loader._staging, "send", failing)
+    monkeypatch.setattr(LayerStaging, "send", failing)
     pool.reserve(0, host.packed)
     loader.begin(0, host.packed, host)
     while pool.loaded_layers[0] < LAYERS:
@@ -408,19 +409,35 @@ def test_the_thread_that_enqueues_a_step_never_waits(engine: CpuEngine) -> None:
     world.assist.close()
 
 
+class Registry(MemoryOperations):
+    """Knows what memory is registered."""
+
+    def __init__(self, library: str) -> None:
+        super().__init__(library)
+        self.present: set[int] = set()
+
+    def register(self, address: int, nbytes: int) -> None:
+        super().register(address, nbytes)
+        self.present.add(address)
+
+    def forget(self, address: int) -> None:
+        super().forget(address)
+        self.present.discard(address)
+
+
 def test_registered_memory_is_let_go_with_its_channel(driver: Path, engine: CpuEngine) -> None:
-    operations = MemoryOperations(str(driver))
+    operations = Registry(str(driver))
     stream = DriverStream(host_streams(engine).steps, operations)
     streams = replace(host_streams(engine), steps=stream, copies=stream, assist=stream, memory=operations)
     world = World(engine, streams, torch.float32)
     world.assist.begin(ROWS, world.helpers([])).finish()
     registered = [channel.memory[0] for channel in world.channels]
-    assert set(registered) <= operations._spans.keys()
+    assert set(registered) <= operations.present
     world.channels = world.channels[:1]
     world.assist.begin(ROWS, world.helpers([])).finish()
-    assert set(registered) & operations._spans.keys() == {registered[0]}
+    assert set(registered) & operations.present == {registered[0]}
     world.assist.close()
-    assert not operations._spans
+    assert not operations.present
 
 
 def test_every_word_of_a_channel_has_an_aligned_address_of_its_own(engine: CpuEngine) -> None:

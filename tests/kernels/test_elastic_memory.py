@@ -102,7 +102,7 @@ def test_the_loader_touches_the_memory_of_the_pool_and_none_of_the_caches() -> N
         """Resident bytes once they have not changed for a while."""
         seen = [-1, resident_bytes(pool.arena)]
         while seen[-1] < pool.bytes_total or seen[-1] != seen[-2]:
-            time.sleep(0.05)
+            time.sleep(0.05)  # time: the size has not changed for so long
             seen.append(resident_bytes(pool.arena))
         return seen[-1]
 

@@ -17,6 +17,7 @@ from motet.kernels import GROUPS, LoraPool, PackedLora
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.loading import CpuLoader
 from motet.kernels.device import DeviceLoader, host_streams
+from tests.support import until
 
 MODULES = tuple(module for group in GROUPS.values() for module in group)
 LAYERS = 6
@@ -104,11 +105,8 @@ def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return len(got) == len(want) and all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
-def wait(done: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.0005)
+def wait(done: Callable[[], bool]) -> None:
+    until(done, within_s=20.0, every_s=0.0005)
 
 
 def whole(pool: LoraPool, slot: int) -> bool:
@@ -222,11 +220,11 @@ def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_
     for _ in range(40):
         begin(loader, pool, 1, old)
         begin(loader, pool, 2, other)
-        time.sleep(draw.random() * 0.004)  # anywhere in the two loads
+        time.sleep(draw.random() * 0.004)  # time: anywhere in the two loads
         cancelled = draw.choice([1, 2])
         loader.cancel(cancelled)
         pool.free(cancelled)
-        for start, end in pool._holes:
+        for start, end in pool.holes:
             pool.arena[start * 8 : end * 8] = float("nan")
         before = pool.loaded_layers[cancelled]
         begin(loader, pool, cancelled, new)
@@ -234,7 +232,7 @@ def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_
         for slot, host in ((cancelled, 1), (3 - cancelled, 2 if cancelled == 1 else 0)):
             wait(lambda slot=slot: whole(pool, slot))
             assert same(rows_of(pool, slot, range(LAYERS)), rows_of(want, host, range(LAYERS)))
-        for start, end in pool._holes:
+        for start, end in pool.holes:
             assert bool(pool.arena[start * 8 : end * 8].isnan().all()), "memory outside of the adapter's pages was written"
         pool.free(1)
         pool.free(2)
@@ -252,7 +250,7 @@ def test_pages_that_move_during_their_copy_arrive_whole(make_loader: Make) -> No
         begin(loader, pool, 5, hosts[5])
         pool.free(round_ % 4)  # a hole below what is being copied
         begin(loader, pool, 6, hosts[6])
-        pool._compact()
+        pool.compact()
         pool.load(round_ % 4, hosts[round_ % 4])
         wait(lambda: whole(pool, 5) and whole(pool, 6))
         for slot in (0, 1, 2, 3, 5, 6):
@@ -267,6 +265,6 @@ def test_a_loader_that_is_closed_in_the_middle_leaves_the_pool_usable(make_loade
     begin(loader, pool, 0, host)
     loader.close()
     pool.free(0)
-    pool._compact()
+    pool.compact()
     pool.load(0, host)
     assert whole(pool, 0) and same(rows_of(pool, 0, range(LAYERS)), rows_of(at_once(30, host), 0, range(LAYERS)))

@@ -66,7 +66,7 @@ def engine() -> CpuEngine:
 def test_layers_scattered_by_the_kernel_are_those_of_a_load_at_once(
     engine: CpuEngine, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_scatter_for", lambda arena: scatter)
+    monkeypatch.setattr(staging, "scatter_for", lambda arena: scatter)
     pool, want = (make_pool(dtype, DEVICE) for _ in range(2))
     streams = cuda_streams(pool.arena.device, MemoryOperations()) if DEVICE == "cuda" else host_streams(engine)
     layers = LayerStaging(pool, streams)
@@ -77,7 +77,7 @@ def test_layers_scattered_by_the_kernel_are_those_of_a_load_at_once(
         if slot == 2:
             for one in (pool, want):
                 one.free(0)
-                one._compact()
+                one.compact()
         parts = layers.parts(host.packed)
         streams.copies.after(streams.steps)
         for layer in range(LAYERS):

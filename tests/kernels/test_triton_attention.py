@@ -130,7 +130,7 @@ def test_divided_contexts_follow_the_formula_and_give_the_same_bits_again(
 
 
 def test_long_contexts_of_few_sequences_are_divided_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_attention, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(triton_attention, "multiprocessors_of", lambda device: 132)
     cache = KvCache(layers=1, blocks=1, block_size=16, kv_heads=8, head_dim=16, dtype=torch.bfloat16)
     plan = PagedAttention(cache, heads=32)
 
@@ -168,8 +168,8 @@ def test_a_reserved_plan_takes_one_step_after_another(splitting: Splitting, monk
 
 def test_paged_attention_is_used_without_a_better_library_and_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KvCache(layers=1, blocks=8, block_size=8, kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE)
-    monkeypatch.setattr(library, "_flashinfer", lambda cache: None)
-    monkeypatch.setattr(library, "_on_a_gpu", lambda cache: True)
+    monkeypatch.setattr(library, "find_flashinfer", lambda cache: None)
+    monkeypatch.setattr(library, "on_a_gpu", lambda cache: True)
     assert isinstance(library.agreeing_library(cache, heads=4, windows=(0, 6)), PagedAttention)
     monkeypatch.setattr(PagedAttention, "attend", lambda self, q, layer, window: q)
     assert library.agreeing_library(cache, heads=4, windows=(0, 6)) is None

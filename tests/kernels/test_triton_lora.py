@@ -76,7 +76,7 @@ def assert_follows_the_formula(
 def test_mixed_ranks_and_scattered_pages_follow_the_formula(
     plan: LaunchPlan, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launches, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(launches, "multiprocessors_of", lambda device: multiprocessors)
     pool, held = gpu_pool()
     slots = np.array([0, 1, -1, 2, 3, 4, 5, 2, -1, *[3] * 17], dtype=np.int32)
     small = {name: replace(launch, block=16, wide=16) for name, launch in launches.SHRINKS.items()}

@@ -99,13 +99,13 @@ def difference(setting: Setting, model_dir: Path, adapters: list[HostAdapter]) -
         model_dir, kv_blocks=KV_BLOCKS, max_loras=MAX_LORAS, max_running=12, max_step_tokens=48, perf=lambda: QUICK,
         runner=MergingRunner if setting.merge else PacedRunner, merging=OFTEN, **policies, **more,
     )  # fmt: skip
-    assert isinstance(engine._runner, PacedRunner)
-    engine._runner.bytes_per_s = LINK_BYTES_PER_S
+    assert isinstance(engine.runner, PacedRunner)
+    engine.runner.bytes_per_s = LINK_BYTES_PER_S
     workload, prompts = scripted(setting.seed, engine, adapters)
     np.minimum(workload.output_tokens, MOST, out=workload.output_tokens)
     if setting.merge:  # most requests use one adapter
         workload.adapter[np.random.default_rng(setting.seed).random(len(workload)) < POPULAR] = 0
-        weighed(engine._core)
+        weighed(engine._core)  # private: merging is weighed as the test says
     workload.adapter[0], workload.output_tokens[0] = -1, LONGEST  # it runs all the time, so no step is skipped
     requests = []
     for i, prompt in enumerate(prompts):

@@ -80,7 +80,7 @@ def scripted(seed: int, engine: Engine, adapters: list[HostAdapter]) -> tuple[Wo
             prompt_tokens=np.array([len(prompt) for prompt in prompts]),
             output_tokens=rng.integers(5, 40, size=REQUESTS),
             ranks=np.array([adapter.rank for adapter in adapters]),
-            adapter_bytes=np.array([engine._runner.adapter_bytes(adapter) for adapter in adapters]),
+            adapter_bytes=np.array([engine.runner.adapter_bytes(adapter) for adapter in adapters]),
             prefix=prefix,
             prefix_tokens=PREFIX_TOKENS,
         ),
@@ -117,10 +117,10 @@ def simulated(
         max_waiting=1000,
         block_size=BLOCK_SIZE,
         kv_blocks_total=kv_blocks,
-        adapter_bytes_total=engine._lora_bytes,
+        adapter_bytes_total=engine.lora_bytes,
         max_lora_rank=64,
-        kv_block_bytes=engine._runner.kv_block_bytes if engine._runner.elastic else 0,
-        kv_token_bytes=engine._runner.kv_block_bytes // BLOCK_SIZE,
+        kv_block_bytes=engine.runner.kv_block_bytes if engine.runner.elastic else 0,
+        kv_token_bytes=engine.runner.kv_block_bytes // BLOCK_SIZE,
     )
     spec = WorkerSpec(limits=limits, perf=QUICK, steps=recorder, link=link, options=WorkerOptions(**options), **merged or {})
     cluster = Cluster(workload, [spec], None)
@@ -180,7 +180,7 @@ def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_
     if shared_mib:
         options |= {"lora_bytes": shared_mib << 20, "runner_options": {"elastic": True}}
     engine = make_engine(model_dir, max_step_tokens=48, **limits, **options)
-    runner = engine._runner
+    runner = engine.runner
     runner.bytes_per_s, runner.processes = 50e6, 1  # a copy takes up to 30 steps
     workload, prompts = scripted(1, engine, adapters)
     workload.adapter[0], workload.output_tokens[0] = -1, 220  # one request runs all the time, so no step is skipped

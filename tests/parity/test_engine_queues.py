@@ -43,7 +43,7 @@ def test_adapters_of_waiting_requests_are_copied_before_their_turn(checkpoint) -
 
     def copied_by_its_turn(prefetch: int) -> bool:
         engine = make_engine(model_dir, runner=PacedRunner, max_running=1, prefetch=prefetch)
-        engine._runner.bytes_per_s = 200e6
+        engine.runner.bytes_per_s = 200e6
         result = run(engine, [request("a", [1] * 8, max_tokens=40), request("b", [2] * 8, adapters[0], max_tokens=4)])
         loaded = next(step for step, stats in enumerate(result.steps) if stats.adapters_loaded)
         return loaded < 39

@@ -123,8 +123,8 @@ class Live:
             ended = self._ended(out)
             if ended:
                 self._perform(self.core.on(Stepped(ended=ended), now_ms / 1e3), now_ms)
-            if isinstance(self.engine._runner, PacedRunner):
-                self.engine._runner.elapse((now_ms - began_ms) / 1e3)
+            if isinstance(self.engine.runner, PacedRunner):
+                self.engine.runner.elapse((now_ms - began_ms) / 1e3)
             self.core.check()
             self.engine.check()
 
@@ -132,10 +132,10 @@ class Live:
         """When a copy has come so far that a request waiting in an idle engine may join."""
         if not self.engine.pause_s:
             return inf
-        runner = self.engine._runner
+        runner = self.engine.runner
         assert isinstance(runner, PacedRunner), "only copies beside the steps let an engine wait"
         whole_ms = 1e3 * next(left for _, left in runner.queue.values()) / runner.bytes_per_s
-        return now_ms + min(max(self.engine._core.wait_ms, SHORTEST_WAIT_MS), whole_ms)
+        return now_ms + min(max(self.engine.core.wait_ms, SHORTEST_WAIT_MS), whole_ms)
 
     @staticmethod
     def _ended(out: StepOutput) -> list[tuple[str, int]]:
@@ -204,8 +204,8 @@ def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload
         options = {"perf": lambda: QUICK, "runner": PacedRunner}
         link = LinkModel(bytes_per_s=50e6, layers=3)
     engine = make_engine(model_dir, max_running=12, kv_blocks=setting.kv_blocks, **decides, **options)
-    if isinstance(engine._runner, PacedRunner):
-        engine._runner.bytes_per_s = 50e6
+    if isinstance(engine.runner, PacedRunner):
+        engine.runner.bytes_per_s = 50e6
     workload, prompts = scripted(seed, engine, adapters)
     workload = workload.faster(1 / 2.9173)  # nearly three steps between two arrivals: adapters leave and come back
     if setting.busy:
@@ -220,8 +220,8 @@ def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload
         max_waiting=1000,
         block_size=BLOCK_SIZE,
         kv_blocks_total=setting.kv_blocks,
-        adapter_bytes_total=engine._runner.lora_bytes_total,
-        kv_token_bytes=engine._runner.kv_block_bytes // BLOCK_SIZE,
+        adapter_bytes_total=engine.runner.lora_bytes_total,
+        kv_token_bytes=engine.runner.kv_block_bytes // BLOCK_SIZE,
     )
     core: WorkerCore[EngineRequest] = WorkerCore(View("w1", "", limits), HostTier(storage.host_bytes, storage.disk_bytes), 1012)
     told = Told(core, {adapter.digest: f"adapter {i}" for i, adapter in enumerate(adapters)})

@@ -56,7 +56,7 @@ def test_what_was_asked_long_ago_is_forgotten_and_so_are_tenants():
     before = demand.asked("now", 1.0, 1.0)
     assert before.own < 0.01
     after = demand.asked("now", 1.0, 12 * MEMORY_S)
-    assert after == (1.0, 1.0) and list(demand._asks) == ["now"]
+    assert after == (1.0, 1.0) and list(demand._asks) == ["now"]  # private: what it remembers is seen nowhere else
 
 
 class Plain:

@@ -46,7 +46,7 @@ def test_the_score_keeps_what_is_used_often_recently_and_large() -> None:
     used(order, "large", at=11.0, size_bytes=100)
     assert next(iter(order)) == "once", "small and rare"
     # .45 * 1/10 + .10 * 0 + .45 * 10/100 = .09 for "once" were it used longest ago; see the terms one by one:
-    values = order._values()
+    values = order.values()
     assert values["often"] == pytest.approx(0.45 * 1 + 0.10 * 0 + 0.45 * 0.1)
     assert values["large"] == pytest.approx(0.45 * 0.1 + 0.10 * 1 + 0.45 * 1)
 
@@ -75,9 +75,9 @@ def test_uses_leave_the_count_one_by_one_as_they_grow_old() -> None:
         used(order, "a", at=at)
     for at in (200.0, 250.0, 250.0, 250.0):
         used(order, "b", at=at)
-    assert order._values() == {"a": pytest.approx(0.45), "b": pytest.approx(0.45)}
+    assert order.values() == {"a": pytest.approx(0.45), "b": pytest.approx(0.45)}
     order.now_s = REFRESH_S + 1.0
-    assert order._values() == {"a": pytest.approx(0.45 * 2 / 4), "b": pytest.approx(0.45)}
+    assert order.values() == {"a": pytest.approx(0.45 * 2 / 4), "b": pytest.approx(0.45)}
 
 
 def test_fair_share_weighs_its_terms_alike() -> None:
@@ -112,7 +112,7 @@ def test_of_two_adapters_that_cost_the_same_to_bring_back_the_larger_one_leaves_
     used(order, "small", at=0.0, size_bytes=100)
     used(order, "large", at=0.0, size_bytes=1000)
     assert list(order) == ["large", "small"]
-    values = order._values()
+    values = order.values()
     assert values["small"] == pytest.approx(10 * values["large"], rel=0.05), "earlier requests count a little less"
 
 
@@ -121,11 +121,11 @@ def test_gdsf_values_an_adapter_by_its_uses_times_its_cost_per_byte_plus_the_cac
     for at in range(3):
         used(order, "a", at=at, size_bytes=8)
     used(order, "b", at=3.0, size_bytes=4)
-    assert order._values() == {"a": pytest.approx(3 * 10 / 8), "b": pytest.approx(6 / 4)}
+    assert order.values() == {"a": pytest.approx(3 * 10 / 8), "b": pytest.approx(6 / 4)}
     order.forget("b")
     order.come("c", 2)
     order.release("c")
-    assert order._values()["c"] == pytest.approx(1.5 + 4 / 2), "the age is the value of what left last"
+    assert order.values()["c"] == pytest.approx(1.5 + 4 / 2), "the age is the value of what left last"
 
 
 def test_next_use_remembers_how_often_an_adapter_was_asked_for_that_has_left() -> None:

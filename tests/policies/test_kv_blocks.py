@@ -256,40 +256,43 @@ def test_an_adapter_shares_no_blocks_with_itself_merged() -> None:
 
 
 def lose(kv: KvBlocks) -> None:
-    kv._blank.pop()
+    kv._blank.pop()  # private: a ledger is broken on purpose
 
 
 def free_twice(kv: KvBlocks) -> None:
-    kv._blank[-1] = kv._blank[-2]
+    kv._blank[-1] = kv._blank[-2]  # private: a ledger is broken on purpose
 
 
 def free_beyond(kv: KvBlocks) -> None:
-    kv._blank[-1] = kv.total
+    kv._blank[-1] = kv.total  # private: a ledger is broken on purpose
 
 
 def free_while_held(kv: KvBlocks) -> None:
-    kv._blank[-1] = 0
+    kv._blank[-1] = 0  # private: a ledger is broken on purpose
 
 
 def blank_with_a_key(kv: KvBlocks) -> None:
-    kv._blank.append(kv._idle.popitem()[0])
+    kv._blank.append(kv._idle.popitem()[0])  # private: a ledger is broken on purpose
 
 
 def idle_without_a_key(kv: KvBlocks) -> None:
-    kv._idle[kv._blank.pop()] = 0
+    kv._idle[kv._blank.pop()] = 0  # private: a ledger is broken on purpose
 
 
 def key_that_is_not_found(kv: KvBlocks) -> None:
-    kv._block_of.popitem()
+    kv._block_of.popitem()  # private: a ledger is broken on purpose
 
 
 def key_of_another_block(kv: KvBlocks) -> None:
-    first, second, *_ = kv._block_of
-    kv._block_of[first], kv._block_of[second] = kv._block_of[second], kv._block_of[first]
+    first, second, *_ = kv._block_of  # private: a ledger is broken on purpose
+    kv._block_of[first], kv._block_of[second] = (
+        kv._block_of[second],
+        kv._block_of[first],
+    )  # private: a ledger is broken on purpose
 
 
 def user_too_many(kv: KvBlocks) -> None:
-    kv._users[0] += 1
+    kv._users[0] += 1  # private: a ledger is broken on purpose
 
 
 @pytest.mark.parametrize(

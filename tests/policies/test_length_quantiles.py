@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from motet.policies.lengths import quantiles as length_quantiles
-from motet.policies.lengths.quantiles import _EDGES, DECAY, DEFAULT_TOKENS, MIN_SAMPLES, Estimate, LengthQuantiles
+from motet.policies.lengths.quantiles import DECAY, DEFAULT_TOKENS, EDGES, MIN_SAMPLES, Estimate, LengthQuantiles
 
 HUGE = 1 << 30
 
@@ -83,14 +83,14 @@ def test_extreme_lengths_and_very_many_samples_do_no_harm():
 
 
 def test_after_any_history_the_quantiles_are_those_of_a_recount(monkeypatch):
-    monkeypatch.setattr(length_quantiles, "_RENORMALISE_AT", 20.0)  # every few hundred samples
+    monkeypatch.setattr(length_quantiles, "RENORMALISE_AT", 20.0)  # every few hundred samples
     rng = np.random.default_rng(9)
     quantiles, weights = LengthQuantiles(max_adapters=1), {}
     for number in range(3000):
         mean = 3.0 + 3.0 * (number // 500 % 2)  # the median moves far, up and down
         tokens = int(rng.lognormal(mean, 0.7)) + 1
         quantiles.observe("d", tokens)
-        bucket = bisect_right(_EDGES, tokens) - 1
+        bucket = bisect_right(EDGES, tokens) - 1
         weights = {at: weight * DECAY for at, weight in weights.items()}
         weights[bucket] = weights.get(bucket, 0.0) + 1.0
         if number % 50:
@@ -100,11 +100,11 @@ def test_after_any_history_the_quantiles_are_those_of_a_recount(monkeypatch):
         for tokens, share in ((found.p50_tokens, 0.5), (found.p90_tokens, 0.9)):
             upto = np.cumsum([weights[at] for at in sorted(weights)])
             at = sorted(weights)[int(np.searchsorted(upto, share * upto[-1]))]
-            assert _EDGES[at] <= tokens <= _EDGES[at + 1] - 1
+            assert EDGES[at] <= tokens <= EDGES[at + 1] - 1
 
 
 def test_lengths_are_exact_up_to_twelve_tokens_and_then_within_eight_percent() -> None:
     """The next edge is 1.08 times the last one, rounded up: 13, 15 (14.04), 17 (16.2), 19 (18.36), ..."""
-    edges = length_quantiles._edges()
+    edges = list(EDGES)
     assert edges[:17] == [*range(1, 14), 15, 17, 19, 21]
     assert max(b / a for a, b in pairwise(edges[13:])) < 1.15 and edges[-2] < length_quantiles.MAX_TOKENS <= edges[-1]

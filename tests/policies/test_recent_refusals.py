@@ -63,7 +63,8 @@ def test_the_memory_is_bounded_and_makes_room_as_refusals_grow_old():
     refusals.add(Kind("late", 1.0, 1.0, 0), 1, 0, "", 5.0, 100.0 + HOLD_S / 2)
     assert refusals.find(Kind("late", 1.0, 1.0, 0), 1, 0, 100.0 + HOLD_S / 2) is None, "all are still held"
     refusals.add(BATCH, 1, 0, "", 5.0, 101.0)
-    assert refusals.find(BATCH, 1, 0, 101.0) is not None and len(refusals._last) == 1
+    assert refusals.find(BATCH, 1, 0, 101.0) is not None
+    assert refusals.find(Kind("t0", 1.0, 1.0, 0), 1, 0, 100.0) is None, "forgotten, not only too old"
 
 
 def test_the_room_that_is_made_is_that_of_old_refusals_only():
@@ -71,4 +72,5 @@ def test_the_room_that_is_made_is_that_of_old_refusals_only():
     for number in range(KEYS_MAX):
         refusals.add(Kind(f"t{number}", 1.0, 1.0, 0), 1, 0, "", 5.0, 0.0 if number else 0.2)
     refusals.add(BATCH, 1, 0, "", 5.0, 0.3)
-    assert set(refusals._last) == {Kind("t0", 1.0, 1.0, 0), BATCH}
+    found = [number for number in range(KEYS_MAX) if refusals.find(Kind(f"t{number}", 1.0, 1.0, 0), 1, 0, 0.2) is not None]
+    assert found == [0] and refusals.find(BATCH, 1, 0, 0.3) is not None

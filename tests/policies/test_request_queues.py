@@ -140,16 +140,16 @@ def test_short_requests_have_a_lane_of_their_own_and_long_ones_do_not_starve() -
     world.run()
     assert len(world.began) >= 240
     assert all(lane.used == pytest.approx(0.0) and not lane.running for lane in queues.lanes), "everything was given back"
-    assert queues._borrowed == pytest.approx(0.0) and not queues._facts
+    assert queues.borrowed == pytest.approx(0.0) and not queues.facts
 
 
 def test_what_empty_queues_spare_goes_to_those_with_requests() -> None:
     queues: SizeQueues[Sequence] = SizeQueues(100.0, TOKEN_BYTES)
     world = World(queues, seats=64)
     small, large = [world.add(4, 6) for _ in range(3)], [world.add(14, 14) for _ in range(3)]
-    queues.cuts = [queues._size(queues._facts[small[0].order]) * 1.5]
+    queues.cuts = [queues.size(queues.facts[small[0].order]) * 1.5]
     queues.lanes = [type(queues.lanes[0])(30.0), type(queues.lanes[0])(60.0)]
-    for facts in queues._facts.values():
+    for facts in queues.facts.values():
         facts.lane = int(facts.prompt > 4)
     chosen = queues.candidates(world.core.state, 0.0)
     assert chosen == [*small, *large[:2]], "the small ones take their 30 tokens, two large ones 56 of 60"
@@ -212,7 +212,7 @@ def test_the_weighted_size_is_four_tenths_prompt_and_six_tenths_output_times_the
     sizes = (100, 50, 64), (50, 25, 32), (100, 50, 0), (100, 5, 64), (10, 50, 64)
     seqs = fed(queues, world, *sizes)[:5]
     queues.candidates(world.core.state, 1.0)
-    weighted = [queues._size(queues._facts[seq.order]) for seq in seqs]
+    weighted = [queues.size(queues.facts[seq.order]) for seq in seqs]
     assert weighted == pytest.approx([1.0, 0.5 * 32 / 64, 32 / 64, 0.4 + 0.6 * 0.1, 0.4 * 0.1 + 0.6])
 
 
@@ -229,7 +229,7 @@ def test_queues_are_made_of_the_first_requests_and_anew_every_refresh_time() -> 
     queues.candidates(world.core.state, 1.0)
     (cut,) = queues.cuts
     assert cut == pytest.approx((0.4 * 4 / 60 + 0.6 * 4 / 60 + 1.0) / 2) and len(queues.lanes) == 2
-    assert queues._facts[waiting.order].lane == 1
+    assert queues.facts[waiting.order].lane == 1
     world.now_s = 20.5
     fed(queues, world, (4, 4, 0), (60, 60, 0), (120, 120, 0))
     queues.candidates(world.core.state, 20.9)
@@ -237,7 +237,7 @@ def test_queues_are_made_of_the_first_requests_and_anew_every_refresh_time() -> 
     world.now_s = 21.1
     queues.candidates(world.core.state, 21.1)
     assert queues.cuts == pytest.approx([(4 / 120 + 0.5) / 2, 0.75], rel=0.02)
-    assert queues._facts[waiting.order].lane == 1 and sum(lane.quota for lane in queues.lanes) == pytest.approx(1e6)
+    assert queues.facts[waiting.order].lane == 1 and sum(lane.quota for lane in queues.lanes) == pytest.approx(1e6)
 
 
 def test_the_quotas_of_a_refresh_are_the_bounds_of_what_came_to_each_queue() -> None:

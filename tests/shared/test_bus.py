@@ -53,7 +53,7 @@ async def test_a_slow_answer_is_a_deadline_and_a_typed_error_survives_the_wire(b
     server = await connect("predictor-1")
 
     async def slow(_: PredictRequest) -> Prediction:
-        await asyncio.sleep(30)
+        await asyncio.sleep(30)  # time: longer than the deadline of who asks
         raise AssertionError("unreachable")
 
     async def busy(_: PredictRequest) -> Prediction:
@@ -126,7 +126,7 @@ async def test_a_client_that_gave_up_reconnecting_is_known_to_be_lost(bus, nats_
     async def broken(_: object) -> None:
         raise ValueError("an unexpected answer")
 
-    monkeypatch.setattr(bus.nc, "_connect_to_server", broken)
+    monkeypatch.setattr(bus.nc, "_connect_to_server", broken)  # private: the library fails so at no time of our choice
     nats_server.kill()
     await eventually(lambda: "unexpected answer" in bus.lost)
 
@@ -174,10 +174,10 @@ async def test_a_lease_ends_with_goodbye_restart_or_silence_but_not_with_the_bro
     lost: list[str] = []
     watcher = await connect("gateway-1")
     watch = LeaseWatch(watcher, "worker", lost.append)
-    holders = {}
-    for name in ("polite", "silent"):
-        holders[name] = LeaseHolder(await connect(f"worker-{name}"), "worker", name, "first")
-        await holders[name].start()
+    buses = {name: await connect(f"worker-{name}") for name in ("polite", "silent")}
+    holders = {name: LeaseHolder(one, "worker", name, "first") for name, one in buses.items()}
+    for holder in holders.values():
+        await holder.start()
     await watch.start()
     witness = LeaseHolder(await connect("gateway-2"), "gateway", "witness", "first")
     await witness.start()
@@ -186,10 +186,10 @@ async def test_a_lease_ends_with_goodbye_restart_or_silence_but_not_with_the_bro
     nats_server.kill()
     await eventually(lambda: not watcher.connected)
     await nats_server.start()
-    await eventually(lambda: watcher.connected and all(h._bus.connected for h in holders.values()), within_s=15)
+    await eventually(lambda: watcher.connected and all(one.connected for one in buses.values()), within_s=15)
     assert lost == [] and sorted(watch.ids()) == ["polite", "silent"]
 
     await holders["polite"].release()
     await eventually(lambda: lost == ["polite"])
-    holders["silent"]._task.cancel()
+    await buses["silent"].close()
     await eventually(lambda: lost == ["polite", "silent"], within_s=10)

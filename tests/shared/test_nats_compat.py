@@ -23,7 +23,7 @@ from nats.micro.service import Service, ServiceConfig
 from motet.cli.nats_server import NatsServer
 from motet.shared import nats_compat
 from motet.shared.clock import now_s
-from tests.chaos.mesh import ROUTE_PINGS, _free_ports
+from tests.chaos.mesh import ROUTE_PINGS, free_ports
 from tests.shared.relay import recorded
 from tests.support import eventually
 
@@ -38,8 +38,8 @@ async def connected(client: LibraryClient, *urls: str, **options: object) -> Asy
         await client.connect(list(urls), error_cb=_silent, reconnect_time_wait=0.05, max_reconnect_attempts=-1, **options)
         yield client
     finally:
-        if client._transport is not None and not client.is_connected:  # the library leaves the socket of a failed connect open
-            client._transport.close()
+        if client._transport is not None and not client.is_connected:  # private: a failed connect leaves its socket open
+            client._transport.close()  # private: it leaves it open
         await client.close()
 
 
@@ -101,13 +101,13 @@ async def test_a_frozen_server_is_left_for_another_one_without_waiting_for_its_g
 async def test_one_server_is_asked_again_at_intervals(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     client, tried = nats_compat.NatsClient(), []
     async with connected(client, nats_server.url, reconnect_to_server_handler=client.next_server):
-        connect = client._connect_to_server
+        connect = client._connect_to_server  # private: the library counts no attempts
 
         async def counted(server: object) -> None:
             tried.append(now_s())
             await connect(server)
 
-        monkeypatch.setattr(client, "_connect_to_server", counted)
+        monkeypatch.setattr(client, "_connect_to_server", counted)  # private: the library counts no attempts
         nats_server.kill()
         await eventually(lambda: len(tried) == 4)
         assert min(b - a for a, b in itertools.pairwise(tried)) > nats_compat.RETRY_S / 2
@@ -165,12 +165,12 @@ async def test_only_our_client_closes_its_socket_when_the_last_bytes_cannot_be_w
         """The message waits to be sent."""
 
     await client.connect([nats_url], error_cb=_silent)
-    writer = client._transport._bare_io_writer  # type: ignore[union-attr]
+    writer = client._transport._bare_io_writer  # private: the library shows no socket
     before = asyncio.all_tasks()
-    monkeypatch.setattr(client, "_flush_pending", later)
+    monkeypatch.setattr(client, "_flush_pending", later)  # private: the library sends at once otherwise
     await client.publish("t.any", b"x")
-    monkeypatch.setattr(client._transport, "drain", broken)
-    await client._process_err("'Maximum Payload Violation'")
+    monkeypatch.setattr(client._transport, "drain", broken)  # private: a socket that breaks now
+    await client._process_err("'Maximum Payload Violation'")  # private: as the server would say now
     (closing,) = asyncio.all_tasks() - before
     await asyncio.wait([closing])
     if type(client) is LibraryClient:
@@ -185,8 +185,8 @@ async def test_only_our_client_closes_a_connection_whose_login_failed_before_it_
     client: LibraryClient, nats_url: str
 ) -> None:
     async with connected(client, nats_url):
-        first = client._transport._bare_io_writer  # type: ignore[union-attr]
-        await client._connect_to_server(client._current_server)  # type: ignore[arg-type]
+        first = client._transport._bare_io_writer  # private: the library shows no socket
+        await client._connect_to_server(client._current_server)  # private: as after a refused login
         assert first.transport.is_closing() == (type(client) is not LibraryClient)
         first.close()
 
@@ -200,7 +200,7 @@ async def test_a_reconnection_that_fails_in_an_unforeseen_way_is_noticed(
     client = nats_compat.NatsClient()
     async with connected(client, nats_server.url, reconnect_to_server_handler=client.next_server):
         assert nats_compat.gave_up(client) is None
-        monkeypatch.setattr(client, "_connect_to_server", broken)
+        monkeypatch.setattr(client, "_connect_to_server", broken)  # private: the library fails so at no time of our choice
         nats_server.kill()
         await eventually(lambda: isinstance(nats_compat.gave_up(client), ValueError))
         assert client.is_reconnecting, "the library says so although it has stopped"
@@ -227,7 +227,7 @@ async def test_the_library_buffers_without_limit_for_a_server_that_is_connected(
         with frozen(nats_server.pid):
             for _ in range(64):  # more than the sockets' buffers take
                 await client.publish("t.any", b"x" * limit)
-            await eventually(lambda: nats_compat.outbox_full(client, limit) or client._transport is None)
+            await eventually(lambda: nats_compat.outbox_full(client, limit))
             assert client.is_connected
         await eventually(lambda: not nats_compat.outbox_full(client, limit))
 
@@ -284,7 +284,7 @@ async def test_only_our_way_of_leaving_a_queue_group_handles_what_has_arrived(na
             await service.stop()
 
         leaving = asyncio.ensure_future(leave())
-        await asyncio.sleep(2 * nats_compat.LINGER_S)
+        await asyncio.sleep(2 * nats_compat.LINGER_S)  # time: longer than leaving lingers
         gate.set()
         await asyncio.wait_for(leaving, 5)
         assert handled == (["0", "1", "2"] if ours else ["0"])
@@ -306,7 +306,7 @@ async def test_the_server_still_sends_what_it_chose_a_member_for(nats_url: str) 
         await client.publish("t.q", b"just before")  # written before the UNSUB: the task above has not run yet
         await leaving
         await eventually(lambda: heard == [b"just before"])
-        assert subscription._id not in client._subs
+        assert subscription._id not in client._subs  # private: the library lists no subscriptions
 
 
 # ---- streams
@@ -380,7 +380,7 @@ async def test_nodes_with_pinged_routes_send_no_requests_to_a_frozen_node(tmp_pa
 
     One member of the queue group is on the second, another one moves there from the frozen third.
     """
-    ports = _free_ports(3)
+    ports = free_ports(3)
     routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
     async with contextlib.AsyncExitStack() as stack:
         nodes = []

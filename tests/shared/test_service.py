@@ -48,7 +48,7 @@ async def test_health_is_503_with_the_reason_once_the_connection_is_gone_for_goo
     try:
         await predictor.start()
         assert await health(port) == (200, {"status": "ok", "service": "predictor"})
-        bus = predictor._bus
+        bus = predictor._bus  # private: only its own connection can be ended for good
         assert bus is not None
         await bus.nc.publish("t.any", b"x" * bus.max_payload, headers={"and": "a header"})
         await eventually(lambda: predictor.failure())
@@ -100,7 +100,7 @@ async def test_a_process_whose_credentials_are_refused_on_its_return_ends_too(
     await predictor.start()
     try:
         guarded.kill()
-        guarded._config_text = ACCOUNT.format("second")
+        guarded.config_text = ACCOUNT.format("second")
         await guarded.start()
         await eventually(lambda: "refuses the credentials" in predictor.failure(), within_s=20)
     finally:
@@ -150,7 +150,7 @@ async def test_a_signal_during_the_start_ends_the_process_at_once():
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        assert await asyncio.wait_for(service_module._live(Waiting(), PredictorConfig.of()), 10) == 0
+        assert await asyncio.wait_for(service_module.live(Waiting(), PredictorConfig.of()), 10) == 0
     finally:
         for number in before:
             asyncio.get_running_loop().remove_signal_handler(number)

@@ -53,7 +53,7 @@ def test_a_request_moves_in_every_phase() -> None:
     cluster = Cluster(load, [worker] * 3, SchedulerSpec(admission="room"))
     draw = np.random.default_rng(3)
     phases: set[str] = set()
-    while cluster._open:
+    while cluster.unfinished:
         cluster.run(until_s=cluster.events.now_s + 0.03)
         for source in cluster.workers:
             for request_id, entry in list(source.core.book.items()):

@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_workload() -> None:
 
 
 def test_a_request_is_the_same_alone_and_in_a_row_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(motet.twin.workload, "_AT_ONCE", 7)
+    monkeypatch.setattr(motet.twin.workload, "AT_ONCE", 7)
     load = workload(1)
     assert len(load) > 14
     assert list(load) == [load.request(index) for index in range(len(load))]

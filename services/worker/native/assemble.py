@@ -62,12 +62,12 @@ def assemble(
         raise ConfigError(
             f"--max-step-tokens: {config.batch.max_step_tokens} rows have no room for --max-running {config.batch.max_running}"
         )
-    device = _device(config.engine.device)
+    device = device_of(config.engine.device)
     try:
         model = read_model_config(model_dir)
         if config.batch.max_model_len > model.max_model_len:
             raise ConfigError(f"--max-model-len: {config.batch.max_model_len} is more than the model's {model.max_model_len}")
-        kv_blocks, lora_bytes = _memory(config, model, model_dir, device)
+        kv_blocks, lora_bytes = memory_of(config, model, model_dir, device)
         runner = open_backend(
             BackendOptions(
                 model_dir=model_dir,
@@ -79,7 +79,7 @@ def assemble(
                 lora_bytes=lora_bytes,
                 max_lora_rank=config.adapters.max_lora_rank,
                 max_loras=config.adapters.max_loras,
-                elastic=_shares_memory(config, device),
+                elastic=shares_memory(config, device),
                 merge=config.options.merge,
                 threads=config.engine_threads,
                 quantization=config.engine.quantization,
@@ -167,12 +167,12 @@ def _check_copies(config: WorkerConfig, runner: Backend, link_bytes_per_s: float
         raise ConfigError("an emulated link needs the compiled CPU kernels")
 
 
-def _shares_memory(config: WorkerConfig, device: str) -> bool:
+def shares_memory(config: WorkerConfig, device: str) -> bool:
     """Whether KV blocks and adapters share memory. A GPU does so only on request: that path has not run on one yet."""
     return config.engine.device_memory == "shared" or (config.engine.device_memory == "auto" and device == "cpu")
 
 
-def _device(wanted: str) -> str:
+def device_of(wanted: str) -> str:
     """The device of `--device`. Raises ConfigError for a GPU that is not there."""
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -183,7 +183,7 @@ def _device(wanted: str) -> str:
     return wanted
 
 
-def _memory(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> tuple[int, int]:
+def memory_of(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> tuple[int, int]:
     """(KV blocks, bytes for adapters) in the memory that the weights leave. Raises ConfigError when it is too little."""
     block_bytes = kv_bytes_per_block(
         model, dtype=config.engine.dtype, block_size=config.kv.block_size, kv_cache_dtype=config.kv.kv_cache_dtype
@@ -202,7 +202,7 @@ def _memory(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: s
     on_cpu = device == "cpu"
     free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     left = free - weights
-    if not on_cpu and _shares_memory(config, device):
+    if not on_cpu and shares_memory(config, device):
         pages = pages_of(numbered(torch.device(device)))
         assert pages is not None, "it is not a CPU"
         left -= edge_bytes(model.num_layers, block_bytes, pages.page_bytes, spare_blocks=1)

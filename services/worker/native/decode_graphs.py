@@ -95,12 +95,12 @@ class DecodeGraphs:
 
     def __init__(self, cache: KvCache, pool: LoraPool, *, scratch_block: int) -> None:
         self._cache, self._pool, self._scratch_block = cache, pool, scratch_block
-        self._captured: dict[tuple[GraphSize, bool, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.captured: dict[tuple[GraphSize, bool, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
 
     def forget_merged(self) -> None:
         """Drop the graphs that read the merged copy of the weights, because its memory is about to be freed."""
-        self._captured = {key: captured for key, captured in self._captured.items() if not key[2]}
+        self.captured = {key: captured for key, captured in self.captured.items() if not key[2]}
 
     def forward(self, batch: StepBatch, model: Model) -> torch.Tensor | None:
         """The wanted logits by `model`, which is the merged one for a merged batch. They are valid until the next call.
@@ -116,9 +116,9 @@ class DecodeGraphs:
         if bucket is None:
             return None
         key = bucket, bool((batch.row_slot >= 0).any()), batch.merged
-        if key not in self._captured:
-            self._captured[key] = self._capture(bucket, key[1], batch, model)
-        buffers, graph, logits = self._captured[key]
+        if key not in self.captured:
+            self.captured[key] = self._capture(bucket, key[1], batch, model)
+        buffers, graph, logits = self.captured[key]
         buffers.fill(batch)
         graph.replay()
         if np.array_equal(batch.logit_rows, np.arange(rows)):  # what decoding wants

@@ -67,12 +67,12 @@ class Engine:
         # The KV cache may be smaller than the model's context: a sequence alone in it must fit.
         model_len = limits.max_model_len or runner.config.max_model_len
         self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
-        self._lora_bytes = runner.lora_bytes_total
+        self.lora_bytes = runner.lora_bytes_total
         """Largest device memory of one adapter, in bytes."""
         memory = DeviceMemory(
             kv_blocks=limits.kv_blocks,
             block_size=limits.block_size,
-            adapter_bytes=self._lora_bytes,
+            adapter_bytes=self.lora_bytes,
             block_bytes=runner.kv_block_bytes,
             shared=runner.elastic,
         )
@@ -106,6 +106,16 @@ class Engine:
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
         self.pause_s = 0.0
         """How long `step` will find nothing to do unless a command comes first."""
+
+    @property
+    def runner(self) -> Backend:
+        """What computes its steps."""
+        return self._runner
+
+    @property
+    def core(self) -> BatchCore[LiveSequence]:
+        """What decides its steps."""
+        return self._core
 
     @property
     def kv_blocks_free(self) -> int:
@@ -150,8 +160,8 @@ class Engine:
         known = request.prompt_tokens + request.output_tokens
         assert 0 < request.prompt_tokens < self.max_model_len >= known, "admission lets no such request in"
         live = self._make_live(request)
-        if live.adapter_bytes > self._lora_bytes:
-            room = self._lora_bytes
+        if live.adapter_bytes > self.lora_bytes:
+            room = self.lora_bytes
             raise InvalidAdapter(f"the adapter needs {live.adapter_bytes} bytes on the device, which has {room} for adapters")
         finish = _finish_of(live) if request.output else None
         if finish is None and live.output_tokens >= request.sampling.max_tokens:

@@ -44,7 +44,7 @@ class MergedModel:
         room: Callable[[int], torch.Tensor | None] = lambda _: None,
         dropped: Callable[[], None] = lambda: None,
     ) -> None:
-        self._pristine, self._shapes, self._take_room, self._dropped = model.weights, shapes, room, dropped
+        self._pristine, self._shapes, self._take_room, self.dropped = model.weights, shapes, room, dropped
         self._device = model.weights.embed.device
         self._itemsize = model.weights.embed.dtype.itemsize
         self._room: torch.Tensor | None = None
@@ -84,7 +84,7 @@ class MergedModel:
     def drop(self) -> None:
         """Drop the copy."""
         if self.nbytes:
-            self._dropped()
+            self.dropped()
         self.model.weights.layers[:] = self._pristine.layers
         self._pieces, self._room, self.whole, self.nbytes = iter(()), None, False, 0
 

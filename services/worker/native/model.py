@@ -32,12 +32,12 @@ class Model:
         self.config = config
         self.weights = weights
         self._rope = RotaryEmbedding(config.rope, config.head_dim, weights.embed.dtype, weights.embed.device)
-        self._pointwise = kernels_for(weights.embed.device)
+        self.pointwise = kernels_for(weights.embed.device)
 
     def prepare(self) -> None:
         """Do what the first step would otherwise wait for: on a GPU the fused kernels are compiled and loaded."""
         config, embed = self.config, self.weights.embed
-        self._pointwise.prepare(
+        self.pointwise.prepare(
             hidden=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -62,7 +62,7 @@ class Model:
 
         `token_ids`, `positions`: int64 [rows]. `lora` is an AssistedStep when adapters of the step are being copied.
         """
-        config, weights, pointwise, eps = self.config, self.weights, self._pointwise, self.config.rms_norm_eps
+        config, weights, pointwise, eps = self.config, self.weights, self.pointwise, self.config.rms_norm_eps
         x = F.embedding(token_ids, weights.embed)
         cos, sin = self._rope.at(positions)
         y, delta = None, None  # the part of the residual stream that is not added to x yet

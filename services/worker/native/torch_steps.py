@@ -46,9 +46,9 @@ class TorchSteps:
         loader: DeviceLoader | None,
         processes: CpuAssist | None,
     ) -> None:
-        self._model, self._cache, self._pool = model, cache, pool
+        self.model, self._cache, self._pool = model, cache, pool
         self.merged: MergedModel | None = None
-        self._graphs, self._beside, self._loader, self._processes = graphs, beside, loader, processes
+        self.graphs, self._beside, self._loader, self._processes = graphs, beside, loader, processes
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(pool, self._lora_rows)
         self._timed: tuple[int, Mark, Mark] | None = None  # the last step without adapters on their way: rows, begin, end
@@ -65,7 +65,7 @@ class TorchSteps:
         """
         if helpers is not None:
             return self._assisted(arranged(batch), helpers)
-        logits = self._graphs.forward(batch, self._model_of(batch)) if self._graphs is not None else None
+        logits = self.graphs.forward(batch, self._model_of(batch)) if self.graphs is not None else None
         if logits is not None:
             return logits
         batch = arranged(batch)
@@ -85,7 +85,7 @@ class TorchSteps:
     def _model_of(self, batch: StepBatch) -> Model:
         """The model of the step: the merged one or the base."""
         if not batch.merged:
-            return self._model
+            return self.model
         assert self.merged is not None and self.merged.whole, "a merged step needs a whole copy"
         return self.merged.model
 
@@ -116,7 +116,7 @@ class TorchSteps:
             context_lens=batch.context_lens,
             block_tables=batch.block_tables,
             kv_slots=batch.kv_slots,
-            windows=self._model.config.windows,
+            windows=self.model.config.windows,
         )
         return self._model_of(batch).forward(
             self._to_device(batch.token_ids),

@@ -173,7 +173,7 @@ def start_core(options: VllmOptions) -> Core:
         block_size=config.cache_config.block_size,
         kv_blocks=config.cache_config.num_gpu_blocks,
         vocab_size=config.model_config.get_vocab_size(),
-        eos_token_ids=_ends(config.model_config, tokenizer),
+        eos_token_ids=end_tokens(config.model_config, tokenizer),
         reader=_reader(config) if tokenizer is not None else None,
         takes_seeds=not current_platform.is_cpu(),
     )
@@ -243,7 +243,7 @@ def _warm_pooling() -> Any:
     return PoolingParams(task="embed")
 
 
-def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """The tokens that end an answer: the tokenizer's, and those of the generation config or the model. As `vllm serve`."""
     told = model.try_get_generation_config().get("eos_token_id")
     if told is None:

@@ -261,7 +261,7 @@ async def test_thousands_of_idle_connections_fit_a_memory_bound_and_disturb_no_r
             transport, _ = await loop.create_connection(asyncio.Protocol, "127.0.0.1", mesh.gateway.port)
             transport.write(b"GET /health HTTP/1.1\r\nhost: ")
             held.append(transport)
-        server = mesh.gateway._server
+        server = mesh.gateway._server  # private: nothing else counts connections
         assert server is not None
         await eventually(lambda: len(server.server_state.connections) >= count, within_s=90)
         async with http.post(f"{mesh.url}/v1/completions", json={"prompt": "x"}) as answer:

@@ -211,7 +211,7 @@ async def test_no_more_than_its_limit_is_pulled_at_once(connect, nats_url: str, 
         await publish(bus, chat(), message_id=f"m{i}")
     async with running_gateway(nats_url, tmp_path, intake_concurrency=2) as gateway:
         await assigned(workers[0], 2)
-        await asyncio.sleep(intake.ACK_WAIT_S / 100)
+        await asyncio.sleep(intake.ACK_WAIT_S / 100)  # time: a third request would have come by then
         assert len({request.request_id for request in workers[0].assigned}) == 2, "a silent worker may be asked twice"
         tokens = gateway.prompts.tokenizer.encode("ok").ids
         workers[0].speak = lambda _: tokens

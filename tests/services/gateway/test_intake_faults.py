@@ -27,7 +27,7 @@ from motet.shared.provision import provision
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import FakeScheduler, put_adapter, running_gateway, start_workers
 from tests.services.gateway.test_intake import chat, publish, queue_is_empty, result, results_stored
-from tests.support import eventually
+from tests.support import eventually, reading
 from tests.support_worker import FakeWorker
 
 
@@ -242,11 +242,10 @@ async def test_a_tenant_whose_results_are_full_waits_loses_none_and_delays_no_ot
     mesh.say("SOMETHING TO KEEP")
     for i in range(12):
         await publish(bus, chat(), message_id=f"r{i}")
-    held = mesh.gateway.intake
 
     async def full() -> bool:
         info = await bus.js.stream_info(stream)
-        return bool(held._tasks()) and info.state.bytes > 1024
+        return reading(intake.RUNNING) > 0 and info.state.bytes > 1024
 
     await eventually(full)
     await publish(bus, chat(), message_id="other", tenant="default")

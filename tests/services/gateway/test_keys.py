@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 
 from motet.cli.nats_server import NatsServer
@@ -18,6 +17,7 @@ from motet.shared.bus import Bus
 from motet.shared.config import ConfigError, is_loopback
 from motet.shared.errors import NotFound
 from motet.shared.keys import ApiKey, KeyStore, digest_of, read_key_file
+from motet.shared.kv import Bucket
 from motet.shared.wire.worker_state import WorkerNotice
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
@@ -136,55 +136,55 @@ async def test_a_key_that_is_rotated_twice_gets_successors_that_last_as_long_as_
         assert await door.lets_in(fresh["key"]) and await door.lets_in(made["key"])
 
 
-async def test_a_revocation_that_meets_a_rotation_wins_at_every_moment(door: Door, nats_url: str, bus: Bus) -> None:
+async def test_a_revocation_that_meets_a_rotation_wins_at_every_moment(
+    door: Door, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two gateways: the one rotates a key while the other revokes it, before and after the successor is made."""
     here, there = KeyStore(bus), KeyStore(bus)
     await here.start()
     await there.start()
-    for moment in ("_known", "_replace"):
+    for moment in ("get", "replace"):
         key, text = await there.create(tenant="acme")
         await eventually(lambda text=text: here.find(text))
-        ordinary = getattr(here, moment)
+        ordinary, revoked = getattr(Bucket, moment), set[str]()
 
-        async def revoked_first(*args: Any, key: ApiKey = key, ordinary: Any = ordinary) -> Any:
-            known = await ordinary(*args)
-            if key.id in there._by_id:
+        async def revoked_first(*args: Any, key: ApiKey = key, ordinary: Any = ordinary, revoked: set[str] = revoked) -> Any:
+            answer = await ordinary(*args)
+            if not revoked:
+                revoked.add(key.id)
                 await there.revoke(key.id)
-            return known
+            return answer
 
-        setattr(here, moment, revoked_first)
-        with pytest.raises(NotFound):
-            await here.rotate(key.id, overlap_s=600)
-        setattr(here, moment, ordinary)
+        with monkeypatch.context() as patch:
+            patch.setattr(Bucket, moment, revoked_first)
+            with pytest.raises(NotFound):
+                await here.rotate(key.id, overlap_s=600)
         await eventually(lambda: not there.all() and not here.all())
         assert here.find(text) is None and there.find(text) is None, "the revoked key has come back"
     await here.stop()
     await there.stop()
 
 
-async def test_a_change_that_is_overtaken_while_its_answer_is_under_way_does_not_come_back(door: Door, bus: Bus) -> None:
+async def test_a_change_that_is_overtaken_while_its_answer_is_under_way_does_not_come_back(
+    door: Door, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = KeyStore(bus)
     await store.start()
     key, text = await store.create(tenant="acme")
-    await eventually(lambda: store._watch.revision)
-    bucket = await bus.key_value(subjects.KV_KEYS)
-    opened = store._bucket
+    replace = Bucket.replace
 
-    class Slow:
-        """The bucket, whose answers arrive after the watch has reported the next change too."""
-
-        async def replace(self, key_id: str, value: bytes, revision: int) -> int | None:
-            made = await (await opened()).replace(key_id, value, revision)
+    async def slow(bucket: Bucket, key_id: str, value: bytes, revision: int) -> int | None:
+        """The answer arrives after the watch has reported the next change too."""
+        made = await replace(bucket, key_id, value, revision)
+        if key_id == key.id:
+            assert made is not None
             await bucket.delete(key_id)
             await eventually(lambda: store.find(text) is None)
-            return made
+        return made
 
-    async def slow() -> Any:
-        return Slow()
-
-    store._bucket = slow  # type: ignore[method-assign]
-    assert await store._replace(msgspec.structs.replace(key, name="later"), store._watch.revision)
-    assert store.find(text) is None
+    monkeypatch.setattr(Bucket, "replace", slow)
+    await store.rotate(key.id, overlap_s=600)
+    assert store.find(text) is None, "the deleted key has come back"
     await store.stop()
 
 

@@ -45,9 +45,9 @@ async def test_the_process_ends_with_a_failure_status_also_with_streams_open(
     write_model_dir(tmp_path / "demo")
     config = GatewayConfig.of(nats_url=nats_url, model=str(tmp_path / "demo"), port=0)
     gateway = GatewayService(config)
-    living = asyncio.ensure_future(service._live(gateway, config))
+    living = asyncio.ensure_future(service.live(gateway, config))
     try:
-        await eventually(lambda: gateway._started and not gateway.not_ready() and gateway.adapters.resolve("upper"))
+        await eventually(lambda: not gateway.not_ready() and gateway.adapters.resolve("upper"))
         body = {"model": "upper", "messages": [{"role": "user", "content": "hello"}], "stream": True}
         asking = asyncio.ensure_future(http.post(f"http://127.0.0.1:{gateway.port}/v1/chat/completions", json=body))
         await assigned(worker)

@@ -72,7 +72,7 @@ async def test_every_reference_leads_somewhere(described: dict[str, Any]) -> Non
 async def test_the_description_has_every_route_that_is_served(mesh: Mesh, described: dict[str, Any]) -> None:
     served = set()
     entrance = build_app(mesh.gateway)
-    app = entrance._app  # type: ignore[attr-defined]
+    app = entrance._app  # private: routes are inside the entrance
     for route in app.routes:
         inner = getattr(route, "original_router", None) or getattr(route, "router", None)
         for one in inner.routes if inner is not None else [route]:

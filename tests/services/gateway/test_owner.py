@@ -60,7 +60,8 @@ class Mesh:
 
 
 @pytest.fixture
-async def mesh(connect: Connect, bus: Bus) -> AsyncIterator[Mesh]:
+async def mesh(connect: Connect, bus: Bus, request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
+    """A mesh whose owner takes 64 requests, or as many as the parameter says."""
     workers = await start_workers(connect, "w1", "w2")
     scheduler = FakeScheduler(await connect("scheduler"), ["w1", "w2"])
     await scheduler.start()
@@ -68,7 +69,13 @@ async def mesh(connect: Connect, bus: Bus) -> AsyncIterator[Mesh]:
     fleet = Fleet(gateway_bus, "demo")
     await fleet.start()
     owner = Owner(
-        gateway_bus, fleet, Detokenizer(TOKENIZER), gateway_id="g1", base_model="demo", max_inflight=64, stream_buffer_tokens=64
+        gateway_bus,
+        fleet,
+        Detokenizer(TOKENIZER),
+        gateway_id="g1",
+        base_model="demo",
+        max_inflight=getattr(request, "param", 64),
+        stream_buffer_tokens=64,
     )
     await owner.start()
     await eventually(lambda: len(fleet.workers()) == 2 and owner.alive("w1") and owner.alive("w2"))
@@ -431,8 +438,8 @@ async def test_log_probabilities_count_in_the_bytes_of_one_unread_stream(mesh: M
     assert tokens_of(await read(plain)) == TOKENS[:1] * 13
 
 
+@pytest.mark.parametrize("mesh", [1], indirect=True)
 async def test_beyond_its_limit_the_owner_refuses_at_once(mesh: Mesh) -> None:
-    mesh.owner._max_inflight = 1
     stream = await mesh.owner.open(job("a"))
     with pytest.raises(Overloaded) as refused:
         await mesh.owner.open(job("b"))

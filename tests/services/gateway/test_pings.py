@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.fleet import Fleet
 from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import Stream
-from motet.shared import leases
+from motet.shared import leases, subjects
 from motet.shared.bus import Bus
+from motet.shared.errors import DeadlineExceeded, MotetError
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, start_workers
 from tests.services.gateway.test_owner import TOKENIZER, TOKENS, Mesh, job, read, speak, tokens_of
 from tests.support import eventually
@@ -72,26 +74,32 @@ async def test_a_frozen_worker_is_noticed_although_it_is_connected(mesh: Mesh) -
 async def test_a_worker_whose_connection_breaks_for_a_moment_keeps_its_requests(mesh: Mesh) -> None:
     stream = await begun(mesh)
     pings = mesh.first.pings
-    mesh.first.bus.nc._transport.close()
+    mesh.first.bus.nc._transport.close()  # private: the library offers no way to lose a connection
     await eventually(lambda: mesh.first.pings >= pings + 3)
     assert (stream.worker_id, stream.epoch) == ("w1", 0)
     stream.cancel()
 
 
-async def test_a_worker_that_never_answered_is_left_to_its_lease(mesh: Mesh, connect: Connect) -> None:
+async def test_a_worker_that_never_answered_is_left_to_its_lease(
+    mesh: Mesh, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (old,) = await start_workers(connect, "w0", pings=False)
     mesh.scheduler.workers = ["w0", "w1"]
     stream = await mesh.owner.open(job())
     await assigned(old)
-    questions: list[float] = []
-    ask = mesh.owner._pings._ask
+    unanswered: list[MotetError] = []
+    request = Bus.request
 
-    async def counted(worker_id: str) -> None:
-        await ask(worker_id)
-        questions.append(0.0)
+    async def counted(bus: Bus, subject: str, *asked: Any, **how: Any) -> Any:
+        try:
+            return await request(bus, subject, *asked, **how)
+        except MotetError as error:
+            if subject == subjects.ping("w0"):
+                unanswered.append(error)
+            raise
 
-    mesh.owner._pings._ask = counted  # type: ignore[method-assign]
-    await eventually(lambda: len(questions) >= 3)
+    monkeypatch.setattr(Bus, "request", counted)
+    await eventually(lambda: len(unanswered) >= 4 * pings.ABSENCES)
     assert (stream.worker_id, stream.epoch) == ("w0", 0)
     stream.cancel()
 
@@ -100,21 +108,25 @@ async def test_a_frozen_broker_is_not_taken_for_frozen_workers(
     mesh: Mesh, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = await begun(mesh)
-    doubts: list[bool] = []
-    answers = mesh.owner._pings._broker_answers
+    answers: list[MotetError] = []
+    request = Bus.request
 
-    async def watched() -> bool:
-        doubts.append(await answers())
-        return doubts[-1]
+    async def watched(bus: Bus, subject: str, *asked: Any, **how: Any) -> Any:
+        try:
+            return await request(bus, subject, *asked, **how)
+        except MotetError as error:
+            if subject == subjects.ping(pings.NOBODY):
+                answers.append(error)
+            raise
 
-    monkeypatch.setattr(mesh.owner._pings, "_broker_answers", watched)
+    monkeypatch.setattr(Bus, "request", watched)
     os.kill(nats_server.pid, signal.SIGSTOP)
     try:
-        await eventually(lambda: doubts)
+        await eventually(lambda: answers)
     finally:
         os.kill(nats_server.pid, signal.SIGCONT)
-    pings = mesh.first.pings
-    await eventually(lambda: mesh.first.pings >= pings + 2)
-    assert doubts == [False]
+    before = mesh.first.pings
+    await eventually(lambda: mesh.first.pings >= before + 2)
+    assert [type(answer) for answer in answers] == [DeadlineExceeded], "the broker was doubted, once"
     assert (stream.worker_id, stream.epoch) == ("w1", 0)
     stream.cancel()

@@ -91,7 +91,8 @@ async def test_a_gateway_that_leaves_its_socket_to_a_successor_answers_what_has_
             await eventually(lambda: not gateway.not_ready())
             reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
             writer.write(sent)
-            await eventually(lambda: gateway._server.server_state.connections)
+            server = gateway._server  # private: nothing else counts connections
+            await eventually(lambda: server.server_state.connections)
             leaving = asyncio.ensure_future(gateway.drain())
             await eventually(lambda: gateway.not_ready() == ["draining"])
             told_s = now_s() + 2 * LINGER_S  # by then idle connections are closed
@@ -289,7 +290,7 @@ async def test_a_tokenize_of_megabytes_is_refused_or_done_beside_the_loop(mesh: 
     counting = asyncio.ensure_future(http.post(f"{mesh.url}/tokenize", data=body, headers=kind))
     gaps_s, last_s = [0.0], now_s()
     while not counting.done():
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.005)  # time: what is measured is how late the loop wakes
         gaps_s.append(now_s() - last_s)
         last_s = now_s()
     async with await counting as answer:

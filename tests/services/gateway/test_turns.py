@@ -64,5 +64,5 @@ async def test_turns_begin_again_after_a_pause() -> None:
     turns = Turns()
     async with asyncio.timeout(5):
         assert await received(LARGE, turns) == LARGE
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # time: a pause
         assert await received(LARGE, turns) == LARGE

@@ -27,7 +27,6 @@ from motet.shared.wire.prediction import Outcome, PredictReply, PredictRequest
 from tests.services.predictor.test_service import features, predictor  # noqa: F401
 from tests.support import eventually
 
-torch.set_num_threads(1)  # threads that wait for each other are slow on a busy machine
 REQUESTS = made_up_requests(300, 1)
 
 

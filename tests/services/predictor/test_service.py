@@ -156,14 +156,14 @@ async def test_a_copy_takes_the_model_that_another_copy_has_fitted(connect, pred
     bus = await connect()
     await provision(bus)
     first, second = await predictor(predictor_fit_s=0.1), await predictor(predictor_fit_s=0.1)
-    await eventually(lambda: first._store and second._store, within_s=20)
+    await eventually(lambda: first.store and second.store, within_s=20)
     second.predictor.since_fit = -1000  # it waits while the first one fits and keeps its model
     await teach(bus)
-    await eventually(lambda: first._stored, within_s=60)
+    await eventually(lambda: first.stored, within_s=60)
     assert second.predictor.model is None
     second.predictor.since_fit = 1000
     await eventually(lambda: second.predictor.model, within_s=20)
-    assert second._stored == first._stored and second.predictor.model.fitted_on == first.predictor.model.fitted_on
+    assert second.stored == first.stored and second.predictor.model.fitted_on == first.predictor.model.fitted_on
 
 
 async def test_a_state_that_cannot_be_read_costs_what_it_held_and_nothing_else(connect, predictor):
@@ -172,9 +172,9 @@ async def test_a_state_that_cannot_be_read_costs_what_it_held_and_nothing_else(c
     store = await Objects.open(bus, subjects.PREDICTOR)
     await store.put("state", b"motet-predictor/1\nnot what it says")
     service = await predictor(predictor_fit_s=0.1)
-    await eventually(lambda: service._store, within_s=20)
+    await eventually(lambda: service.store, within_s=20)
     await teach(bus)
-    await eventually(lambda: service._stored, within_s=60)
+    await eventually(lambda: service.stored, within_s=60)
     assert await told_apart(bus)
 
 

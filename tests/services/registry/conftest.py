@@ -13,9 +13,11 @@ from nats.js import errors as js_errors
 
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.service import RegistryService
+from motet.services.registry.store import Holds
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import MotetError, from_info
+from motet.shared.kv import Bucket
 from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
 from motet.shared.wire.registry import (
     AdapterInfo,
@@ -73,6 +75,18 @@ class Client:
             return {info.name for info in await store.list(ignore_deletes=True)}
         except js_errors.NotFoundError:
             return set()
+
+    async def claims(self, digest: str) -> dict[str, str]:
+        """The claims on a version in the adapters bucket: {hold id: holder}."""
+        found = await (await Bucket.open(self.bus, subjects.KV_ADAPTERS)).get(f"holds.{digest}")
+        return msgspec.json.decode(found.value, type=Holds).holders if found is not None else {}
+
+    async def claim(self, digest: str, holder: str) -> str:
+        """Add a claim as a registration does that stops then; returns its hold id."""
+        holders = await self.claims(digest) | {"of-a-crash": holder}
+        record = msgspec.json.encode(Holds(digest, holders, since_unix_ms=0))
+        await (await Bucket.open(self.bus, subjects.KV_ADAPTERS)).put(f"holds.{digest}", record)
+        return "of-a-crash"
 
     async def keys(self) -> set[str]:
         """Keys in the adapters bucket.

@@ -82,7 +82,7 @@ async def test_what_no_version_brings_any_more_is_deleted(
     client: Client, registry: Any, roots: Path, monkeypatch: pytest.MonkeyPatch
 ):
     info = await register(client, "mine", texts(write_adapter(roots / "mine"), FILES))
-    store, key = registry._store, f"chat.{info.version.chat}"
+    store, key = registry.store, f"chat.{info.version.chat}"
     assert await store.sweep_chats([info.version.chat]) == 0 and key in await client.keys()
     clock = store.sweep_chats.__globals__["now_s"]
     monkeypatch.setitem(store.sweep_chats.__globals__, "now_s", lambda: clock() + LOST_HOLD_S + 1)
@@ -91,7 +91,7 @@ async def test_what_no_version_brings_any_more_is_deleted(
     assert await store.sweep_chats([info.version.chat]) == 0 and key in await client.keys()
     monkeypatch.setitem(store.sweep_chats.__globals__, "now_s", lambda: clock() + 2 * LOST_HOLD_S + 2)
     assert await store.sweep_chats([info.version.chat]) == 1
-    await eventually(lambda: info.version.chat not in registry._adapters.chats)
+    await eventually(lambda: info.version.chat not in registry.adapters.chats)
 
 
 async def test_different_templates_of_a_tenant_have_a_limit(
@@ -102,7 +102,7 @@ async def test_different_templates_of_a_tenant_have_a_limit(
     client = Client(await connect("gateway"), roots)
     directory = texts(write_adapter(roots / "mine"), {"chat_template.jinja": TEMPLATE})
     first = await register(client, "one", directory, tenant="acme")
-    await eventually(lambda: first.version.chat in registry._adapters.chats and registry._adapters.owned("acme"))
+    await eventually(lambda: first.version.chat in registry.adapters.chats and registry.adapters.owned("acme"))
     await register(client, "same", directory, tenant="acme")
     texts(directory, {"chat_template.jinja": TEMPLATE + "{# another #}" * 10})
     with pytest.raises(Conflict, match="this tenant's chat templates"):

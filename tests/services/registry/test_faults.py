@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from motet.services.registry.service import RegistryService
 from motet.shared import subjects
 from motet.shared.adapter_blob import digest_of
 from motet.shared.bus import Bus
+from motet.shared.clock import now_s
 from motet.shared.errors import Unavailable
 from tests.services.registry.conftest import Client, StartRegistry, brief, snapshot
 from tests.support import eventually
@@ -35,9 +37,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "STALE_S", -1.0)
 
 
-def on_worker(registry: RegistryService, worker_id: str) -> set[str]:
-    """The versions on which a worker has requests, as far as the registry knows."""
-    return {brief.adapter_digest for brief in registry._usage._shelf.of(worker_id).requests.values()}
+def heard(registry: RegistryService, digest: str) -> int:
+    """The requests on a version that workers have reported, however long ago."""
+    return registry.usage.requests(digest, -math.inf)
 
 
 async def replaced(client: Client, registry: RegistryService, roots: Path) -> str:
@@ -45,9 +47,9 @@ async def replaced(client: Client, registry: RegistryService, roots: Path) -> st
     first = await client.register("mine", write_adapter(roots / "old", seed=1))
     digest = first.entry.digest
     await client.bus.publish(subjects.state("w1"), snapshot(brief("r1", digest)))
-    await eventually(lambda: on_worker(registry, "w1") == {digest})
+    await eventually(lambda: heard(registry, digest) == 1)
     await client.register("mine", write_adapter(roots / "new", seed=2), replace=True)
-    await eventually(lambda: not registry._store._holds[digest].holds.holders)
+    await eventually(lambda: not registry.store.claims(digest))
     return digest
 
 
@@ -55,15 +57,15 @@ async def test_a_replaced_version_outlives_the_worker_whose_request_must_resume_
     client: Client, registry: RegistryService, roots: Path, no_waiting: None, monkeypatch: pytest.MonkeyPatch
 ):
     digest = await replaced(client, registry, roots)
-    assert registry._requests(digest) == 0, "the worker was not heard again"
-    assert await registry._store.sweep() == 0
+    assert registry.usage.requests(digest, now_s()) == 0, "the worker was not heard again"
+    assert await registry.store.sweep() == 0
     assert digest in await client.blobs() and f"version.{digest}" in await client.keys()
     await client.bus.publish(subjects.state("w2"), snapshot(brief("r1", digest), worker="w2"))
-    await eventually(lambda: on_worker(registry, "w2") == {digest})
+    await eventually(lambda: heard(registry, digest) == 2)
     await client.bus.publish(subjects.state("w2"), snapshot(worker="w2", seq=2))
-    await eventually(lambda: on_worker(registry, "w2") == set())
+    await eventually(lambda: heard(registry, digest) == 1)
     monkeypatch.setattr(usage, "IDLE_S", -1.0)
-    assert await registry._store.sweep() == 1
+    assert await registry.store.sweep() == 1
     assert digest not in await client.blobs()
 
 
@@ -72,26 +74,26 @@ async def test_a_deleted_adapter_outlives_the_worker_whose_request_must_resume_o
 ):
     digest = await replaced(client, registry, roots)
     await client.register("again", roots / "old")
-    assert registry._requests(digest) == 0, "the worker was not heard again"
+    assert registry.usage.requests(digest, now_s()) == 0, "the worker was not heard again"
     await client.delete("again", force=True)
     assert digest in await client.blobs() and "again" not in await client.names()
     monkeypatch.setattr(usage, "IDLE_S", -1.0)
-    await eventually(lambda: not registry._store._holds[digest].holds.holders)
-    assert await registry._store.sweep() == 1
+    await eventually(lambda: not registry.store.claims(digest))
+    assert await registry.store.sweep() == 1
 
 
 async def test_a_clock_that_jumps_ahead_drops_no_claim_and_no_version(
     client: Client, registry: RegistryService, roots: Path, monkeypatch: pytest.MonkeyPatch
 ):
     digest = await replaced(client, registry, roots)
-    under_way = await registry._store._claim("f" * 64, "an-upload-in-progress")
-    await eventually(lambda: "f" * 64 in registry._store._holds)
+    under_way = await client.claim("f" * 64, "an-upload-in-progress")
+    await eventually(lambda: registry.store.claims("f" * 64))
     future_ms = registry_store.unix_ms() + 86_400_000
     monkeypatch.setattr(registry_store, "unix_ms", lambda: future_ms)
-    assert await registry._store.sweep() == 0
-    assert await registry._store.sweep_orphans() == 0
+    assert await registry.store.sweep() == 0
+    assert await registry.store.sweep_orphans() == 0
     assert digest in await client.blobs()
-    assert under_way in (await registry._store._read("holds." + "f" * 64, registry_store.Holds))[0].holders
+    assert under_way in await client.claims("f" * 64)
     monkeypatch.setattr(registry_store, "unix_ms", lambda: future_ms - 2 * 86_400_000)
     assert (await client.register("later", write_adapter(roots / "later", seed=5))).entry.version == 1
 

@@ -11,6 +11,7 @@ from motet.services.registry.service import RegistryService
 from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.audit import Audit
+from motet.shared.clock import now_s
 from motet.shared.errors import AdapterNotFound, BadRequest, Conflict
 from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, PinAdapter
 from tests.services.registry.conftest import Client, StartRegistry, snapshot
@@ -25,7 +26,7 @@ async def worker(client: Client, registry: RegistryService, worker_id: str = "w1
     limits = {"pin_slots": 2, "pin_bytes": 1 << 20} | limits
     said.limits = msgspec.structs.replace(said.limits, **limits)
     await client.bus.publish(subjects.state(worker_id), said)
-    await eventually(lambda: worker_id in registry._usage._book)
+    await eventually(lambda: worker_id in registry.usage.workers(now_s()))
 
 
 async def pin(client: Client, name: str, *workers: str, tenant: str = "") -> object:
@@ -62,7 +63,7 @@ async def test_an_alias_has_a_pin_of_its_own_that_moves_when_it_is_aimed_elsewhe
     await pin(client, "live", "*")
     (moved,) = await client.ask("alias", AliasAdapter(name="live", target="green"))
     assert moved.entry.alias_of == "green" and moved.entry.pin is not None
-    assert registry._adapters.exactly("green", "").entry.pin is None
+    assert registry.adapters.exactly("green", "").entry.pin is None
 
 
 async def test_an_unknown_worker_or_adapter_is_refused_by_the_name_of_the_field(

@@ -21,6 +21,7 @@ from motet.shared.adapter_blob import digest_of, read_index
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, InvalidAdapter, MotetError
 from motet.shared.model import TensorDigest
+from motet.shared.objects import Objects
 from motet.shared.wire.worker_state import WorkerDelta
 from tests.services.registry.conftest import Client, brief, snapshot
 from tests.support import eventually
@@ -67,18 +68,19 @@ async def test_a_taken_name_is_refused_and_a_replacement_is_version_two(client: 
 
 
 async def test_a_replaced_version_is_removed_once_it_is_old_and_unused(
-    client: Client, roots: Path, registry, monkeypatch: pytest.MonkeyPatch
+    start_registry, connect, roots: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(registry_store, "UNUSED_S", 0.05)
-    monkeypatch.setattr(registry._store, "_older_versions", 0)
+    registry = await start_registry(older_versions=0)
+    client = Client(await connect("gateway"), roots)
     first = await client.register("mine", write_adapter(roots / "old", seed=1))
     second = await client.register("mine", write_adapter(roots / "new", seed=2), replace=True)
-    digest, store = first.entry.digest, registry._store
-    monkeypatch.setattr(store, "_idle", lambda asked: asked != digest)
-    await eventually(lambda: not store._holds[digest].holds.holders)
-    await asyncio.sleep(0.1)  # older than UNUSED_S
+    digest, store = first.entry.digest, registry.store
+    monkeypatch.setattr(registry.usage, "idle", lambda asked, now_s: asked != digest)
+    await eventually(lambda: not store.claims(digest))
+    await asyncio.sleep(0.1)  # time: it becomes older than UNUSED_S
     assert await store.sweep() == 0 and digest in await client.blobs()
-    monkeypatch.setattr(store, "_idle", lambda _: True)
+    monkeypatch.setattr(registry.usage, "idle", lambda *_: True)
     assert await store.sweep() == 1
     assert await client.blobs() == {second.entry.digest}
 
@@ -251,7 +253,7 @@ async def test_the_number_of_adapters_is_limited(start_registry, connect, roots:
     client = Client(await connect("gateway"), roots)
     for n in range(2):
         await client.register(f"a{n}", write_adapter(roots / f"a{n}", seed=n))
-    await eventually(lambda: registry._adapters.names() == 2)
+    await eventually(lambda: registry.adapters.names() == 2)
     error = await client.refused("a2", write_adapter(roots / "a2", seed=2))
     assert isinstance(error, Conflict) and "which is the limit" in error.message
     await client.register("a1", roots / "a2", replace=True)
@@ -279,7 +281,7 @@ async def test_names_are_listed_in_pages(client: Client, roots: Path, registry):
     adapter = write_adapter(roots / "a")
     for name in ("c", "a", "b/x", "d"):
         await client.register(name, adapter)
-    await eventually(lambda: registry._adapters.names() == 4)
+    await eventually(lambda: registry.adapters.names() == 4)
     assert await client.names() == ["a", "b/x", "c", "d"]
     assert await client.names(limit=2) == ["a", "b/x"]
     assert await client.names(limit=2, after="b/x") == ["c", "d"]
@@ -328,21 +330,18 @@ async def test_registering_and_deleting_equal_content_at_once_never_leaves_a_nam
 
 
 async def test_a_deletion_that_crashed_half_way_is_finished_by_the_next_registration(
-    client: Client, roots: Path, registry, monkeypatch: pytest.MonkeyPatch
+    client: Client, roots: Path, monkeypatch: pytest.MonkeyPatch
 ):
     adapter = write_adapter(roots / "a")
     digest = (await client.register("mine", adapter)).entry.digest
-    store = registry._store
-    blobs = store._blobs
 
-    class Dying:
-        async def delete(self, name: str) -> None:
-            raise OSError("power failure")
+    async def dies(*_: object) -> None:
+        raise OSError("power failure")
 
-    store._blobs = Dying()
-    with pytest.raises(MotetError):
-        await client.delete("mine")
-    store._blobs = blobs
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "delete", dies)
+        with pytest.raises(MotetError):
+            await client.delete("mine")
     assert f"holds.{digest}" in await client.keys() and f"version.{digest}" not in await client.keys()
     monkeypatch.setattr(registry_store, "DELETING_S", 0.2)
     info = await client.register("mine", adapter)
@@ -354,14 +353,13 @@ async def test_a_claim_whose_registration_crashed_is_dropped_when_it_is_old(
     client: Client, roots: Path, registry, monkeypatch: pytest.MonkeyPatch
 ):
     info = await client.register("mine", write_adapter(roots / "a"))
-    await registry._store._claim(info.entry.digest, "mine")
-    await eventually(lambda: len(registry._store._holds[info.entry.digest].born_s) == 2)
-    await registry._store.sweep()
-    assert len((await registry._store._read(f"holds.{info.entry.digest}", registry_store.Holds))[0].holders) == 2
+    await client.claim(info.entry.digest, "mine")
+    await eventually(lambda: len(registry.store.claims(info.entry.digest)) == 2)
+    await registry.store.sweep()
+    assert len(await client.claims(info.entry.digest)) == 2
     monkeypatch.setattr(registry_store, "LOST_HOLD_S", 0.0)
-    await registry._store.sweep()
-    holds = (await registry._store._read(f"holds.{info.entry.digest}", registry_store.Holds))[0]
-    assert list(holds.holders) == [info.entry.hold]
+    await registry.store.sweep()
+    assert list(await client.claims(info.entry.digest)) == [info.entry.hold]
 
 
 async def test_chunks_of_an_upload_that_a_crash_cut_short_are_freed_and_no_others(
@@ -369,9 +367,9 @@ async def test_chunks_of_an_upload_that_a_crash_cut_short_are_freed_and_no_other
 ):
     info = await client.register("mine", write_adapter(roots / "a"))
     await client.bus.js.publish(f"$O.{subjects.BLOBS}.C.CUTSHORT", b"x" * 1000)
-    assert await registry._store.sweep_orphans() == 0  # it may still be under way
+    assert await registry.store.sweep_orphans() == 0  # it may still be under way
     monkeypatch.setattr(registry_store, "LOST_HOLD_S", 0.0)
-    assert await registry._store.sweep_orphans() == 1
+    assert await registry.store.sweep_orphans() == 1
     store = await client.bus.object_store(subjects.BLOBS)
     assert digest_of((await store.get(info.entry.digest)).data) == info.entry.digest
 
@@ -415,7 +413,7 @@ async def test_a_registry_survives_the_broker_and_refuses_while_it_is_away(clien
         return True
 
     await eventually(registered, within_s=20)
-    await eventually(lambda: registry._adapters.names() == 2)
+    await eventually(lambda: registry.adapters.names() == 2)
     assert await client.names() == ["after", "before"]
 
 
@@ -426,7 +424,7 @@ async def test_the_adapters_directory_is_registered_at_start_and_again_when_it_c
     first = await start_registry(adapters_dir=str(roots), adapter_roots="")
     await eventually(lambda: not first.not_ready())
     client = Client(await connect("gateway"), roots)
-    await eventually(lambda: first._adapters.names() == 3)
+    await eventually(lambda: first.adapters.names() == 3)
     assert await client.names() == ["deep/three", "one", "two"]
     assert "no allowed roots" in (await client.refused("x", roots / "one")).message
     await first.stop()
@@ -434,13 +432,13 @@ async def test_the_adapters_directory_is_registered_at_start_and_again_when_it_c
     write_adapter(roots / "one", seed=77)
     second = await start_registry(adapters_dir=str(roots))
     await eventually(lambda: not second.not_ready())
-    await eventually(lambda: second._adapters.resolve("one").entry.version == 2)
-    assert second._adapters.resolve("two").entry.version == 1
+    await eventually(lambda: second.adapters.resolve("one").entry.version == 2)
+    assert second.adapters.resolve("two").entry.version == 1
     await client.register("two", write_adapter(roots.parent / "adapters" / "elsewhere", seed=5), replace=True)
     await second.stop()
     third = await start_registry(adapters_dir=str(roots))
     await eventually(lambda: not third.not_ready())
-    assert third._adapters.resolve("two").version.source == "path:elsewhere"  # a name that a client has replaced is kept
+    assert third.adapters.resolve("two").version.source == "path:elsewhere"  # a name that a client has replaced is kept
 
 
 async def test_a_stuck_hub_does_not_hold_up_local_adapters(client: Client, roots: Path, monkeypatch: pytest.MonkeyPatch):
@@ -478,18 +476,18 @@ async def test_refused_adapters_of_the_directory_are_published_with_reasons_unti
     write_adapter(roots / "with space")
     first = await start_registry(adapters_dir=str(roots))
     await eventually(lambda: not first.not_ready())
-    await eventually(lambda: first._adapters.refused.total == 2)
-    assert [one.name for one in first._adapters.refused.adapters] == ["large", "with space"]
-    assert "rank 300" in (first._adapters.refused.reason("large") or "")
-    assert str(roots) not in str(first._adapters.refused), "paths of the server stay private"
+    await eventually(lambda: first.adapters.refused.total == 2)
+    assert [one.name for one in first.adapters.refused.adapters] == ["large", "with space"]
+    assert "rank 300" in (first.adapters.refused.reason("large") or "")
+    assert str(roots) not in str(first.adapters.refused), "paths of the server stay private"
 
     client = Client(await connect("gateway"), roots)
     await client.register("large", write_adapter(roots / "mended"))
-    await eventually(lambda: [one.name for one in first._adapters.refused.adapters] == ["with space"])
+    await eventually(lambda: [one.name for one in first.adapters.refused.adapters] == ["with space"])
     await first.stop()
 
     second = await start_registry(adapters_dir="")
-    await eventually(lambda: second._adapters.refused.total == 0)  # nothing of that directory is refused any more
+    await eventually(lambda: second.adapters.refused.total == 0)  # nothing of that directory is refused any more
 
 
 async def test_a_broken_new_version_in_the_directory_is_reported_while_the_old_one_is_served(start_registry, roots: Path):
@@ -499,6 +497,6 @@ async def test_a_broken_new_version_in_the_directory_is_reported_while_the_old_o
     await first.stop()
     (roots / "one" / "adapter_model.safetensors").write_bytes(b"cut")
     second = await start_registry(adapters_dir=str(roots))
-    await eventually(lambda: second._adapters.refused.total == 1)
-    assert "its earlier version 1 is still served" in (second._adapters.refused.reason("one") or "")
-    assert second._adapters.resolve("one") is not None
+    await eventually(lambda: second.adapters.refused.total == 1)
+    assert "its earlier version 1 is still served" in (second.adapters.refused.reason("one") or "")
+    assert second.adapters.resolve("one") is not None

@@ -296,7 +296,7 @@ def test_an_archive_that_needs_more_memory_or_time_than_allowed_is_refused(monke
 
 
 def test_a_child_that_fails_is_a_server_error_and_reveals_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(archives, "_CHILD", "raise SystemExit('/srv/secret/place is gone')")
+    monkeypatch.setattr(archives, "CHILD", "raise SystemExit('/srv/secret/place is gone')")
     with pytest.raises(MotetError) as failed:
         unpack(zip_of(GOOD))
     assert failed.value.status == 500 and "/srv" not in failed.value.message

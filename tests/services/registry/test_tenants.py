@@ -86,7 +86,7 @@ async def test_equal_content_of_two_tenants_is_stored_once_and_kept_until_the_la
     await register(client, "mine", location, "globex")
     await client.ask("delete", DeleteAdapter(name="mine", tenant="acme"))
     monkeypatch.setattr(registry_store, "LOST_HOLD_S", -1.0)  # every claim is old enough to be looked at
-    await registry._store.sweep()
+    await registry.store.sweep()
     assert await client.blobs() == {digest}, "the sweep finds the other tenant's entry"
     await client.ask("delete", DeleteAdapter(name="mine", tenant="globex"))
     assert await client.blobs() == set() and await client.keys() == set()
@@ -97,7 +97,7 @@ async def test_a_tenants_names_have_a_limit_of_their_own(start_registry: StartRe
     location = write_adapter(roots / "a", seed=1)
     ask = RegisterAdapter(name="one", kind="path", location=str(location), tenant="acme")
     await registry.register(ask)
-    await eventually(lambda: registry._adapters.owned("acme") == 1)
+    await eventually(lambda: registry.adapters.owned("acme") == 1)
     with pytest.raises(Conflict, match="this tenant has 1"):
         await registry.register(RegisterAdapter(name="two", kind="path", location=str(location), tenant="acme"))
     await registry.register(RegisterAdapter(name="two", kind="path", location=str(location), tenant="globex"))
@@ -117,13 +117,13 @@ async def test_what_is_stored_has_a_limit_for_all_and_one_for_each_tenant(start_
             name = f"{tenant or 'all'}-{len(names)}"
             await registry.register(RegisterAdapter(name=name, kind="path", location=str(place), tenant=tenant))
             names.append(name)
-            await eventually(lambda: registry._adapters.owned(tenant) == len(names))
+            await eventually(lambda: registry.adapters.owned(tenant) == len(names))
         return names
 
     with pytest.raises(Conflict, match="this tenant's adapters would take more than 1 MiB"):
         await fill("acme")
-    size = registry._adapters.versions()[0].size_bytes
-    assert registry._adapters.owned_bytes("acme") == (1 << 20) // size * size
+    size = registry.adapters.versions()[0].size_bytes
+    assert registry.adapters.owned_bytes("acme") == (1 << 20) // size * size
     with pytest.raises(Conflict, match="the stored adapters would take more than 3 MiB"):
         await fill("")
 

@@ -55,7 +55,7 @@ def test_what_was_used_long_ago_takes_no_memory():
     usage = Usage()
     for number in range(100):
         usage.apply(snapshot(brief("r", f"digest-{number}"), seq=number + 1), number * IDLE_S)
-    assert len(usage._left_s) <= 3
+    assert len(usage._left_s) <= 3  # private: what it remembers is seen nowhere else
 
 
 def test_after_a_lost_delta_the_next_snapshot_counts_again():

@@ -10,6 +10,7 @@ from motet.services.registry import service as registry_service
 from motet.services.registry import store as registry_store
 from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.clock import now_s
 from motet.shared.errors import AdapterInUse, AdapterNotFound, BadRequest
 from motet.shared.wire.registry import DeleteAdapter, RegistryOk
 from tests.services.registry.conftest import Client, brief, snapshot
@@ -43,20 +44,21 @@ async def test_an_earlier_version_becomes_current_again_with_its_number_and_weig
 
 
 async def test_as_many_earlier_versions_are_kept_as_the_option_says_and_the_last_current_ones_first(
-    client: Client, roots: Path, registry, monkeypatch: pytest.MonkeyPatch
+    start_registry, connect, roots: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(registry._store, "_older_versions", 1)
+    registry = await start_registry(older_versions=1)
+    client = Client(await connect("gateway"), roots)
     monkeypatch.setattr(registry_store, "UNUSED_S", 0.0)
     first = await client.register("mine", write_adapter(roots / "1", seed=1))
     second = await client.register("mine", write_adapter(roots / "2", seed=2), replace=True)
     await client.rollback("mine")  # the second was bad
     third = await client.register("mine", write_adapter(roots / "3", seed=3), replace=True)
     assert [one.digest for one in third.entry.older] == [first.entry.digest]
-    await eventually(lambda: not registry._store._holds[second.entry.digest].holds.holders)
-    monkeypatch.setattr(registry._store, "_idle", lambda _: True)
+    await eventually(lambda: not registry.store.claims(second.entry.digest))
+    monkeypatch.setattr(registry.usage, "idle", lambda *_: True)
 
     async def swept() -> bool:
-        await registry._store.sweep()
+        await registry.store.sweep()
         return await client.blobs() == {first.entry.digest, third.entry.digest}
 
     await eventually(swept)
@@ -67,9 +69,9 @@ async def test_claims_of_kept_versions_are_not_taken_for_those_of_a_crash(
 ):
     first = await client.register("mine", write_adapter(roots / "1", seed=1))
     await client.register("mine", write_adapter(roots / "2", seed=2), replace=True)
-    await eventually(lambda: first.entry.digest in registry._store._holds)
+    await eventually(lambda: registry.store.claims(first.entry.digest))
     monkeypatch.setattr(registry_store, "LOST_HOLD_S", 0.0)
-    await registry._store.sweep()
+    await registry.store.sweep()
     assert (await client.rollback("mine")).entry.digest == first.entry.digest
 
 
@@ -80,7 +82,7 @@ async def test_an_alias_follows_its_target_to_new_versions_and_back_and_a_kept_o
     assert (await client.alias("stable", "mine")).entry.follows is False
     assert (await client.alias("latest", "mine", follows=True)).entry.follows is True
     await client.alias("newest", "latest", follows=True)  # an alias of an alias
-    watch = registry._adapters
+    watch = registry.adapters
     await eventually(lambda: len(watch.following()) == 2)
 
     def digests() -> dict[str, str]:
@@ -94,7 +96,7 @@ async def test_an_alias_follows_its_target_to_new_versions_and_back_and_a_kept_o
     with pytest.raises(BadRequest, match="'latest' is an alias of 'mine', which has the versions"):
         await client.rollback("latest")
     await client.delete("mine")  # the aliases keep what they had
-    await registry._followers.sweep()
+    await registry.followers.sweep()
     await eventually(lambda: digests() == {"latest": one, "newest": one, "stable": one})
 
 
@@ -103,16 +105,16 @@ async def test_an_alias_that_a_crash_left_behind_is_moved_by_the_sweep(
 ):
     await client.register("mine", write_adapter(roots / "1", seed=1))
     await client.alias("latest", "mine", follows=True)
-    watch: AdapterWatch = registry._adapters
+    watch: AdapterWatch = registry.adapters
 
     async def crash(name: str) -> None:
         pass
 
-    monkeypatch.setattr(registry._followers, "after", crash)
+    monkeypatch.setattr(registry.followers, "after", crash)
     second = await client.register("mine", write_adapter(roots / "2", seed=2), replace=True)
     await eventually(lambda: watch.exactly("mine", "").entry.digest == second.entry.digest)
     assert watch.exactly("latest", "").entry.digest != second.entry.digest
-    await registry._followers.sweep()
+    await registry.followers.sweep()
     await eventually(lambda: watch.exactly("latest", "").entry.digest == second.entry.digest)
 
 
@@ -148,9 +150,9 @@ async def test_an_adapter_whose_removal_is_refused_is_not_forgotten(start_regist
     registry = await start_registry(adapters_dir=str(roots))
     client = Client(await connect("gateway"), roots)
     await eventually(lambda: not registry.not_ready())
-    digest = registry._adapters.exactly("busy", "").entry.digest
+    digest = registry.adapters.exactly("busy", "").entry.digest
     await client.bus.publish(subjects.state("w1"), snapshot(brief("r1", digest)))
-    await eventually(lambda: registry._requests(digest))
+    await eventually(lambda: registry.usage.requests(digest, now_s()))
     with pytest.raises(AdapterInUse):
         await client.ask("delete", DeleteAdapter(name="busy", forget=True))
-    assert await registry._store.forgotten() == frozenset()
+    assert await registry.store.forgotten() == frozenset()

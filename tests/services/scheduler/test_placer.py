@@ -40,7 +40,7 @@ async def test_an_adapter_that_is_asked_for_is_placed_on_workers(bus, schedule, 
     first = await bucket.get(holder)
     assert decode(first.value, Placement).owner.startswith(service.id)
     await submit(bus, generate_request("r9", rank=8))
-    await service._rebalancer._placer.place()
+    await service.placer.place()
     assert (await bucket.get(holder)).revision == first.revision, "what has not changed is not written again"
 
 

@@ -64,7 +64,7 @@ async def test_blocks_travel_with_running_requests_unless_kv_travel_is_off(bus, 
     for kv_travel in ("on", "off"):
         service = await schedule(kv_travel=kv_travel)
         await knows(service, "w1", "w2")
-        sent = {move.request_id: move.kv for move in service._rebalancer._messages(plan)}
+        sent = {move.request_id: move.kv for move in service.rebalancer.messages(plan)}
         assert sent == {"runs": kv_travel == "on", "waits": False}
 
 
@@ -77,7 +77,7 @@ async def test_nothing_moves_while_rebalancing_is_off(bus, schedule, hire):
     await hire("w1", limits=LIMITS, prepare=busy)
     await hire("w2", limits=LIMITS)
     await schedule()
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(1.0)  # time: a plan would have been made by then
     assert not heard
 
 
@@ -87,15 +87,15 @@ async def test_of_several_schedulers_one_plans_and_another_takes_over(bus, sched
     second = await schedule(rebalance="on", instance_id="s2")
 
     def turns() -> list[bool]:
-        return [one._rebalancer._turn is not None and one._rebalancer._turn.mine for one in (first, second)]
+        return [one.rebalancer is not None and one.rebalancer.planning for one in (first, second)]
 
     await eventually(lambda: any(turns()))
     for _ in range(10):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # time: over several renewals
         assert sum(turns()) <= 1
     holder, other = (first, second) if turns()[0] else (second, first)
     await holder.stop()
-    await eventually(lambda: other._rebalancer._turn.mine, within_s=2.0)
+    await eventually(lambda: other.rebalancer.planning, within_s=2.0)
 
 
 async def test_a_turn_whose_holder_is_silent_goes_to_another_one_and_not_before(bus, monkeypatch):

@@ -428,7 +428,7 @@ async def test_losing_the_broker_does_not_lose_the_workers(bus, schedule, hire, 
     service = await schedule(stale_s=1.0, drop_s=1.5)
     nats_server.kill()
     await eventually(lambda: service.not_ready())
-    await asyncio.sleep(2.0)  # longer than drop_s: only time can show that nothing happens
+    await asyncio.sleep(2.0)  # time: longer than drop_s
     assert service.cluster.knows("w1")
     await nats_server.start()
     await eventually(lambda: not service.not_ready() and bus.connected, within_s=15)
@@ -447,7 +447,7 @@ async def test_losing_the_broker_does_not_lose_the_workers(bus, schedule, hire, 
 
 async def predictor(bus: Bus, tokens: int, delay_s: float = 0.0) -> None:
     async def answer(_: PredictRequest) -> Prediction:
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(delay_s)  # time: the answer comes so late
         return Prediction(p50_tokens=tokens, p90_tokens=tokens, samples=1)
 
     await bus.serve("predict", subjects.PREDICT, PredictRequest, answer, queue="predictor")
@@ -495,7 +495,7 @@ async def test_without_a_predictor_the_schedulers_own_quantiles_decide(bus, sche
     assert misses() == before + 1
     for _ in range(20):
         await bus.publish(subjects.OUTCOME, Outcome(adapter_digest="digest8", prompt_tokens=3, output_tokens=11))
-    await eventually(lambda: service._lengths.estimate("digest8", 100).samples == 20)
+    await eventually(lambda: service.lengths.estimate("digest8", 100).samples == 20)
     assert (await submit(bus, generate_request(rank=8, **long))).predicted_tokens == 11
 
 

@@ -211,8 +211,8 @@ def run(
         todo = todo[per_step:]
         out = engine.step(len(result.steps) * clock_s)
         assert out.failure is None, out.failure
-        if isinstance(engine._runner, PacedRunner):
-            engine._runner.elapse(step_s)
+        if isinstance(engine.runner, PacedRunner):
+            engine.runner.elapse(step_s)
         result.steps.append(out.stats)
         for item in (item for items in out.items.values() for item in items):
             assert item.index == len(result.tokens[item.request_id]), "a token is missing or comes twice"

@@ -138,7 +138,7 @@ class Running:
         step = self.engine.step
 
         def slow(now_s: float) -> Any:
-            time.sleep(step_s)
+            time.sleep(step_s)  # time: a step takes so long
             return step(now_s)
 
         self.engine.step = slow
@@ -146,14 +146,14 @@ class Running:
     def gate_fetches(self) -> asyncio.Event:
         """Fetches from the object store wait for the returned event, and are counted in `fetches`."""
         gate = asyncio.Event()
-        fetch = self.service.shell.store._fetch
+        fetch = self.service.shell.store.fetch
 
         async def gated(ref: AdapterRef) -> bytes:
             self.fetches.append(ref.digest)
             await gate.wait()
             return await fetch(ref)
 
-        self.service.shell.store._fetch = gated
+        self.service.shell.store.fetch = gated
         return gate
 
 

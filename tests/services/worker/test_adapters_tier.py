@@ -18,7 +18,6 @@ from motet.services.worker.adapter_files import AdapterFiles
 from motet.shared import subjects
 from motet.shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable, WorkerFull
 from motet.shared.model import AdapterRef
-from motet.shared.objects import Objects
 from tests.services.worker.support_adapters import AdapterTiers
 from tests.support import eventually
 
@@ -77,13 +76,13 @@ class Bench:
         )
         self.tier = self.tiers.tier
         self.fetched: list[str] = []
-        fetch = self.tiers.store._fetch
+        fetch = self.tiers.store.fetch
 
         async def counted(ref: AdapterRef) -> Parsed:
             self.fetched.append(ref.digest)
             return await fetch(ref)
 
-        self.tiers.store._fetch = counted
+        self.tiers.store.fetch = counted
 
     def _parse(self, path: Path, digest: str) -> Parsed:
         self.parsed += 1
@@ -336,15 +335,16 @@ async def test_a_cancelled_waiter_does_not_keep_the_adapter_held(bench):
 
 async def test_losing_the_store_in_the_middle_is_unavailable_and_leaves_no_partial_file(bench, nats_server, monkeypatch):
     monkeypatch.setattr("motet.services.worker.adapters.FETCH_BASE_S", 0.5)
-    ref, data = blob(1)
+    (ref, data), (earlier, content) = blob(1), blob(2)
     await bench.put(ref, data)
-    await bench.bus.object_store(subjects.BLOBS)
-    bench.tiers.store._objects = await Objects.open(bench.bus, subjects.BLOBS)
+    await bench.put(earlier, content)
+    await bench.tiers.acquire(earlier)  # it opens the store
+    files = list(bench.directory.iterdir())
     nats_server.kill()
     await eventually(lambda: not bench.bus.connected)
     with pytest.raises(Unavailable, match="cannot be fetched"):
         await bench.tiers.acquire(ref)
-    assert list(bench.directory.iterdir()) == []
+    assert list(bench.directory.iterdir()) == files
     await nats_server.start()
     await eventually(lambda: bench.bus.connected, within_s=15)
     assert (await bench.tiers.acquire(ref)).data == data

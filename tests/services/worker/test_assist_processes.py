@@ -20,6 +20,7 @@ from motet.kernels.cpu import CpuEngine
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.native.assist_processes import AssistProfile, CpuAssist
 from motet.services.worker.native.step_batch import StepBatch
+from tests.support import until
 from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
 
 LINK_BYTES_PER_S = 30e6  # some ten steps of this model for each of the larger adapters
@@ -102,10 +103,7 @@ def cold(checkpoint: tuple[Path, list[AdapterFixture]], kernels: str) -> Iterato
 
 
 def wait(done: Callable[[], object], timeout_s: float = 120.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.002)
+    until(done, within_s=timeout_s, every_s=0.002)
 
 
 def requests(*slots: int, count: int = 8, seed: int = 0) -> list[Sequence]:
@@ -184,7 +182,7 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
 
 def test_late_processes_are_given_up_and_their_late_writes_have_no_effect(cold: Cold, cached: Cached) -> None:
     cold.assist.watchdog_s = 0.02
-    pids, channels = cold.assist.pids, cold.assist._channels
+    pids, channels = cold.assist.pids, cold.assist.helpers([], 0).channels
     over = threading.Event()
 
     def resume_when_given_up() -> None:

@@ -70,7 +70,7 @@ def give_history(*runners: ModelRunner) -> None:
 
 
 def buffers_of(runner: ModelRunner, bucket: tuple[int, int], scratch_block: int) -> DecodeBuffers:
-    return DecodeBuffers(bucket, runner.steps._model, runner.memory.cache, runner.pool, scratch_block)
+    return DecodeBuffers(bucket, runner.steps.model, runner.memory.cache, runner.pool, scratch_block)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_same_buffers_serve_one_step_after_another(
     runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
     give_history(runner, twin)
     want = [twin.forward(step) for step in STEPS]
-    monkeypatch.setattr(motet.kernels.lora, "_kernels", lambda pool: on)
+    monkeypatch.setattr(motet.kernels.lora, "kernels_of", lambda pool: on)
     with torch.inference_mode():
         buffers = buffers_of(runner, (8, 16), scratch_block=runner.memory.cache.null_block - 1)
         for step, logits in zip(STEPS, want, strict=True):

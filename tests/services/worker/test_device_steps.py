@@ -17,6 +17,7 @@ import motet.kernels.triton
 import motet.services.worker.native.torch_steps as torch_steps
 from bench.gpu_stages.shapes import write_config
 from motet.kernels.device import DeviceLoader, cuda_streams, numbered
+from motet.kernels.device.staging import LayerStaging
 from motet.kernels.triton import pointwise
 from motet.kernels.triton.attention import PagedAttention
 from motet.kernels.triton.lora import INTERPRETED
@@ -35,7 +36,7 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
-    monkeypatch.setattr(streams, "_try", lambda operations, stream: None)
+    monkeypatch.setattr(streams, "try_waiting", lambda operations, stream: None)
     made: Any = cuda_streams(torch.device("cuda"), None)  # type: ignore[arg-type]
     assert chosen == [torch.device("cuda", 3)] and made.device == torch.device("cuda", 3), "set_device refuses plain cuda"
     assert numbered(torch.device("cuda", 1)) == torch.device("cuda", 1)
@@ -51,7 +52,7 @@ def test_steps_of_the_base_alone_have_graphs_without_lora(tmp_path: Path, monkey
     want = twin.forward(step)
     with torch.inference_mode():
         scratch = runner.memory.cache.null_block - 1
-        buffers = DecodeBuffers((4, 16), runner.steps._model, runner.memory.cache, runner.pool, scratch, adapted=False)
+        buffers = DecodeBuffers((4, 16), runner.steps.model, runner.memory.cache, runner.pool, scratch, adapted=False)
         buffers.fill(step)
         torch.testing.assert_close(buffers.run()[:3], want, rtol=1e-4, atol=1e-4)
         runner.free_adapter(0)
@@ -71,8 +72,8 @@ def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
     runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
     give_history(runner, twin)
     want = [twin.forward(step) for step in STEPS[:2]]
-    monkeypatch.setattr(motet.kernels.lora, "_kernels", lambda pool: motet.kernels.triton)
-    monkeypatch.setattr(runner.steps._model, "_pointwise", pointwise)
+    monkeypatch.setattr(motet.kernels.lora, "kernels_of", lambda pool: motet.kernels.triton)
+    monkeypatch.setattr(runner.steps.model, "pointwise", pointwise)
     runner.memory.cache.library = PagedAttention(runner.memory.cache, heads=runner.config.num_heads)
     with torch.inference_mode():
         buffers = buffers_of(runner, (8, 16), scratch_block=runner.memory.cache.null_block - 1)
@@ -92,15 +93,15 @@ def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monke
     runner = make_runner(model_dir, [], kernels="reference", link_bytes_per_s=1e12)
     loader, slot = runner.loader, 3
     assert isinstance(loader, DeviceLoader)
-    send = loader._staging.send
+    send, steps_thread = LayerStaging.send, threading.current_thread()
 
     def standing_still(*arguments: Any) -> None:
-        if threading.current_thread() is loader._thread:
+        if threading.current_thread() is not steps_thread:
             while runner.loaded_layers(slot) < runner.config.num_layers:
-                time.sleep(0.001)  # the device is not idle while its stream waits
+                time.sleep(0.001)  # time: the device is not idle while its stream waits
         send(*arguments)
 
-    monkeypatch.setattr(loader._staging, "send", standing_still)
+    monkeypatch.setattr(LayerStaging, "send", standing_still)
     host = HostAdapter.from_blob(adapters[slot].blob, runner.config)
     runner.begin_load(slot, host)
     for at in (0, 9):  # and the next step is like any other
@@ -120,7 +121,7 @@ def test_weights_of_real_shapes_need_no_checkpoint(tmp_path: Path) -> None:
     first, second = (runner.forward(batch) for runner in runners)
     assert first.isfinite().all() and torch.equal(first, second) and len(np.unique(first.argmax(-1).numpy())) > 1
     steps: Any = runners[0].steps
-    weights = steps._model.weights
+    weights = steps.model.weights
     sizes = [weights.embed.numel(), weights.norm.numel(), config.vocab_size * config.hidden_size]
     layer = sum(fan_in * out for fan_in, out in config.projection_shapes().values()) + 2 * config.hidden_size
     assert parameters(config) == sum(sizes) + config.num_layers * layer

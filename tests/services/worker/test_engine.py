@@ -432,7 +432,7 @@ def test_a_failed_forward_pass_fails_its_batch_and_not_the_engine(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "forward", fail)
+        patch.setattr(engine.runner, "forward", fail)
         out = engine.step(0.0)
     assert finishes(out) == {"x": "error", "y": "error"}
     assert isinstance(out.failure, RuntimeError)

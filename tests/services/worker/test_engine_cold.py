@@ -43,7 +43,7 @@ def paced(
     checkpoint: tuple[Path, list[HostAdapter]], cold_start: ColdStartName = "blocking", **changes: Any
 ) -> tuple[Engine, PacedRunner]:
     engine = make_engine(checkpoint[0], runner=PacedRunner, cold_start=cold_start, **changes)
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, PacedRunner)
     runner.bytes_per_s = SLOW
     return engine, runner
@@ -268,14 +268,14 @@ def test_a_real_link_and_a_real_process_give_the_same_tokens(checkpoint, cold_st
     engine = make_engine(
         model_dir, runner=ModelRunner, runner_options=options, cold_start=cold_start, max_loras=3, max_running=6
     )
-    assist = engine._runner.assist
+    assist = engine.runner.assist
     try:
         asyncio.run(eventually(lambda: assist.capacity.processes == 1, within_s=30))
         result = run(engine, requests, per_step=2)
         assert result.tokens == expected
         modes = {mode for step in result.steps for mode, _ in step.cold_starts}
         assert modes <= {cold_start} if cold_start != "auto" else modes
-        assert (engine._runner.assisted.by_processes > 0) == ("assist" in modes)
+        assert (engine.runner.assisted.by_processes > 0) == ("assist" in modes)
         assert sum(one.copies.link_bytes for one in result.steps if one.copies is not None) > 0
     finally:
         engine.close()

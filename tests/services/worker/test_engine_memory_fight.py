@@ -45,7 +45,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
     model_dir = make_checkpoint("llama2", directory)
     config = read_model_config(model_dir)
     adapters = [HostAdapter.from_blob(one.blob, config) for one in make_adapters(model_dir, directory)]
-    size = make_engine(model_dir)._runner.adapter_bytes
+    size = make_engine(model_dir).runner.adapter_bytes
     adapters = sorted(adapters, key=size)[:-1]  # beside the largest one there would be room for all others
     return Bed(model_dir, adapters, size(adapters[-1]))
 
@@ -130,7 +130,7 @@ def fight(engine: Engine, requests: list[EngineRequest], adapters: list[HostAdap
         steps += 1
         assert output.failure is None, output.failure
         engine.check()
-        blocks.add(engine._state.kv.total)
+        blocks.add(engine.core.state.kv.total)
         found.loads += output.stats.adapters_loaded
         found.preempted += output.stats.preempted
         for item in (item for items in output.items.values() for item in items):

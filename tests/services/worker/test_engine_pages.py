@@ -54,15 +54,15 @@ def paged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def driver_of(engine: Engine) -> HostPages:
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     driver: HostPages = runner.memory.pages.driver
     return driver
 
 
 def with_graphs(engine: Engine) -> Engine:
     """Its decode steps are padded as on a GPU."""
-    runner: Any = engine._runner
-    runner.steps._graphs = Repeated(runner, scratch_block=runner.memory.cache.null_block - 1)
+    runner: Any = engine.runner
+    runner.steps.graphs = Repeated(runner, scratch_block=runner.memory.cache.null_block - 1)
     return engine
 
 
@@ -94,9 +94,9 @@ def test_under_pressure_outputs_are_those_of_fixed_regions(bed: Bed, kv_blocks: 
             max_running=8,
         )
     )
-    budget_bytes = kv_blocks * engine._runner.kv_block_bytes + lora_bytes
-    driver, layers = driver_of(engine), engine._runner.config.num_layers
-    assert driver.existing * PAGE <= budget_bytes + (2 * layers + 5) * PAGE + 2 * engine._runner.kv_block_bytes
+    budget_bytes = kv_blocks * engine.runner.kv_block_bytes + lora_bytes
+    driver, layers = driver_of(engine), engine.runner.config.num_layers
+    assert driver.existing * PAGE <= budget_bytes + (2 * layers + 5) * PAGE + 2 * engine.runner.kv_block_bytes
     assert run(engine, requests(bed.adapters), per_step=2).tokens == roomy.tokens
     assert driver.waits
 
@@ -110,9 +110,9 @@ def test_tritons_kernels_touch_nothing_else_either(bed: Bed, monkeypatch: pytest
     roomy = run(make_engine(bed.model_dir), asked)
     options = {"elastic": True, "kernels": "reference"}
     engine = make_engine(bed.model_dir, runner_options=options, kv_blocks=17, lora_bytes=bed.largest_bytes)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     runner.memory.cache.library = PagedAttention(runner.memory.cache, heads=runner.config.num_heads)
-    monkeypatch.setattr(motet.kernels.lora, "_kernels", lambda pool: motet.kernels.triton)
+    monkeypatch.setattr(motet.kernels.lora, "kernels_of", lambda pool: motet.kernels.triton)
     assert run(with_graphs(engine), asked).tokens == roomy.tokens
 
 
@@ -124,12 +124,12 @@ def test_a_merged_copy_takes_the_pages_of_the_blocks_that_were_lent_for_it(tmp_p
         whole_copy(engine, case, adapter)
         result = run(engine, [request(str(i), prompt, case.adapters[adapter]) for i, prompt in enumerate(prompts)])
         assert merged_steps(result) == len(result.steps)
-    lent_bytes = engine._core.memory.claims["merged"].size_bytes
-    assert engine._runner.merged is not None and lent_bytes > 5 * PAGE
+    lent_bytes = engine.core.memory.claims["merged"].size_bytes
+    assert engine.runner.merged is not None and lent_bytes > 5 * PAGE
     engine.unload_adapter(case.adapters[5].digest)
     run(engine, [request("base", [5, 6, 7], max_tokens=4)])
-    assert engine._runner.merged.nbytes == 0
-    assert engine._state.kv.total == engine.limits.kv_blocks, "the blocks are back"
+    assert engine.runner.merged.nbytes == 0
+    assert engine.core.state.kv.total == engine.limits.kv_blocks, "the blocks are back"
     assert driver.waits
 
 
@@ -154,7 +154,7 @@ def test_memory_that_the_driver_cannot_share_is_refused_with_the_reason(bed: Bed
     ],
 )
 def test_a_gpu_shares_its_memory_only_when_it_is_told_to(option: str, device: str, shared: bool) -> None:
-    assert assemble._shares_memory(WorkerConfig.of(model="m", device_memory=option), device) == shared
+    assert assemble.shares_memory(WorkerConfig.of(model="m", device_memory=option), device) == shared
 
 
 def test_memory_that_is_shared_has_room_for_pages_used_in_part_and_none_for_a_merged_copy_beside_it(
@@ -167,7 +167,7 @@ def test_memory_that_is_shared_has_room_for_pages_used_in_part_and_none_for_a_me
 
     def blocks(option: str, merge: str) -> int:
         config = WorkerConfig.of(model=str(bed.model_dir), device_memory=option, merge=merge, block_size=16)
-        return assemble._memory(config, model, bed.model_dir, "cuda:3")[0]
+        return assemble.memory_of(config, model, bed.model_dir, "cuda:3")[0]
 
     edges = device_memory.edge_bytes(model.num_layers, block_bytes, PAGE, spare_blocks=1)
     assert blocks("fixed", "off") - blocks("shared", "off") == pytest.approx(edges / block_bytes, abs=1)

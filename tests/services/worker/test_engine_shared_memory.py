@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Hos
 
 def largest_bytes(model_dir: Path, adapters: list[HostAdapter]) -> int:
     engine = make_engine(model_dir)
-    return max(engine._runner.adapter_bytes(adapter) for adapter in adapters)
+    return max(engine.runner.adapter_bytes(adapter) for adapter in adapters)
 
 
 def requests(adapters: list[HostAdapter]) -> list[EngineRequest]:
@@ -57,18 +57,18 @@ def test_under_pressure_outputs_are_those_of_fixed_regions_and_no_request_fails(
     fixed = run(engine_of(model_dir, elastic=False, runner=runner, **tight), requests(adapters), per_step=2)
 
     engine = engine_of(model_dir, elastic=True, runner=runner, **tight)
-    budget_bytes = kv_blocks * engine._runner.kv_block_bytes + lora_bytes
+    budget_bytes = kv_blocks * engine.runner.kv_block_bytes + lora_bytes
     totals = set()
-    divide = engine._runner.divide
+    divide = engine.runner.divide
 
     def watched(blocks: int, pool_bytes: int, moves: list[tuple[int, int]]) -> None:
         divide(blocks, pool_bytes, moves)
-        memory = engine._runner.memory
-        assert blocks * engine._runner.kv_block_bytes + pool_bytes <= budget_bytes
+        memory = engine.runner.memory
+        assert blocks * engine.runner.kv_block_bytes + pool_bytes <= budget_bytes
         assert memory.cache.blocks == blocks and memory.pool.bytes_total <= pool_bytes
         totals.add(blocks)
 
-    engine._runner.divide = watched
+    engine.runner.divide = watched
     shared = run(engine, requests(adapters), per_step=2)
     assert shared.tokens == fixed.tokens == roomy.tokens
     assert len(totals) > 3, "the boundary moved"
@@ -81,7 +81,7 @@ def test_a_prefetched_adapter_takes_memory_that_no_request_needs(checkpoint) -> 
     engine = engine_of(model_dir, elastic=True, runner=WholeRunner, kv_blocks=200, lora_bytes=size)
     for adapter in adapters[:2]:
         assert engine.load_adapter(adapter)
-    assert len(engine.residency()) == 2 and engine._runner.lora_bytes_total >= size
+    assert len(engine.residency()) == 2 and engine.runner.lora_bytes_total >= size
     engine.check()
     tokens = run(engine, [request("a", [5, 6, 7], adapters[1])]).tokens["a"]
     assert tokens == run(make_engine(model_dir), [request("a", [5, 6, 7], adapters[1])]).tokens["a"]
@@ -90,7 +90,7 @@ def test_a_prefetched_adapter_takes_memory_that_no_request_needs(checkpoint) -> 
 def test_what_is_free_is_told_of_the_whole_budget(checkpoint) -> None:
     model_dir, adapters = checkpoint
     engine = engine_of(model_dir, elastic=True, runner=WholeRunner, kv_blocks=40, lora_bytes=1 << 20)
-    block_bytes = engine._runner.kv_block_bytes
+    block_bytes = engine.runner.kv_block_bytes
     assert engine.kv_blocks_free == 40 + (1 << 20) // block_bytes
     assert engine.adapter_bytes_free == 40 * block_bytes + (1 << 20)
     run(engine, [request("a", list(range(5, 40)), adapters[0])])

@@ -95,12 +95,13 @@ async def driven():
         engines.append(ScriptedEngine())
         return engines[0]
 
+    others = set(threading.enumerate())
     thread = EngineThread(build, reports.append)
     await thread.start()
     yield engines[0], thread, reports
     engines[0].gate.set()
     await thread.stop()
-    assert not thread._thread.is_alive() and engines[0].closed.is_set()
+    assert engines[0].closed.is_set() and not {one for one in threading.enumerate() if one.name == "engine"} - others
 
 
 def finished(reports: list[StepReport]) -> dict[str, str]:
@@ -110,7 +111,7 @@ def finished(reports: list[StepReport]) -> dict[str, str]:
 
 async def test_the_engine_sleeps_while_idle_and_wakes_for_a_request(driven):
     engine, thread, reports = driven
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # time: it could have stepped
     assert engine.steps == 0 and thread.busy_s() == 0.0
     thread.add(request("r1"))
     await eventually(lambda: len(reports) >= 3)
@@ -137,7 +138,7 @@ async def test_the_engine_sleeps_while_all_requests_wait_for_a_copy_and_reports_
     engine, thread, reports = driven
     engine.copying = True
     thread.add(request("r1"))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # time: of at most 25 steps
     assert 1 <= engine.steps <= 25 and reports == []
     engine.copying = False
     await eventually(lambda: len(reports) > 0)
@@ -162,7 +163,7 @@ async def test_an_engine_ahead_of_a_slow_loop_waits_and_loses_nothing(driven):
     engine, thread, reports = driven
     thread.add(request("r1"))
     await eventually(lambda: len(reports) > 0)
-    time.sleep(0.3)  # noqa: ASYNC251 - the loop hangs, on purpose
+    time.sleep(0.3)  # time: the loop hangs  # noqa: ASYNC251
     ahead = engine.steps - len(reports)
     assert ahead <= engine_thread.MAX_AHEAD + 1
     await eventually(lambda: len(reports) > 200)

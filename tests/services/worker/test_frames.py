@@ -56,7 +56,7 @@ async def test_losses_of_a_long_outage_are_reported_once_the_bus_is_back(bus, co
     sender = Sender(worker)
     sender.frames.put("g1", 1, [item(1), item(2)])
     await eventually(lambda: len(received) == 1)
-    worker.nc._max_pending_size = 1
+    worker.nc._max_pending_size = 1  # private: from now on the library has no room to wait
     nats_server.kill()
     await eventually(lambda: not worker.connected)
     for step in range(2, 100):

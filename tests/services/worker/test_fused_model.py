@@ -19,7 +19,7 @@ def test_every_family_says_the_same_with_fused_operations(family: str, tmp_path:
     model_dir = make_checkpoint(family, tmp_path)
     adapters = make_adapters(model_dir, tmp_path)[2:4]
     fused, plain = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
-    monkeypatch.setattr(fused.steps._model, "_pointwise", pointwise)
+    monkeypatch.setattr(fused.steps.model, "pointwise", pointwise)
     prompts = random_prompts(3, seed=1, longest=25)
     ours, theirs = ([Sequence(prompt, i - 1, 4) for i, prompt in enumerate(prompts)] for _ in range(2))
     drive(fused, ours, chunk=9)
@@ -33,7 +33,7 @@ def test_a_16_bit_model_loses_no_more_than_in_torch(tmp_path: Path, monkeypatch:
     """In float16: the interpreter cuts bfloat16 off where a GPU rounds it."""
     model_dir = make_checkpoint("qwen3", tmp_path)
     fused, plain, exact = (make_runner(model_dir, [], dtype=f"float{n}", kernels="reference") for n in (16, 16, 32))
-    monkeypatch.setattr(fused.steps._model, "_pointwise", pointwise)
+    monkeypatch.setattr(fused.steps.model, "pointwise", pointwise)
     prompt = random_prompts(1, seed=2, shortest=30)[0]
     logits = []
     for runner in (fused, plain, exact):

@@ -14,16 +14,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from motet.policies.memory.kv_blocks import cache_scope
+from motet.policies.memory.kv_travel import content_keys
 from motet.services.worker import kv_transfer, metrics
 from motet.services.worker.kv_transfer import KvTransfer
+from motet.services.worker.native.thread import ThreadKv
 from motet.shared import subjects
 from motet.shared.errors import Conflict, NotFound, from_info
 from motet.shared.model import SamplingParams
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, OpenKv, ReadKv
 from motet.shared.wire.refusal import Refused
 from motet.shared.wire.request import Cancel, GenerateRequest, KvOffer, pack_tokens, unpack_tokens
-from tests.services.worker.support_service import Running, generate
-from tests.support import eventually
+from tests.services.worker.support_service import Running, generate, latest
+from tests.support import eventually, reading
 from tests.support_models import random_prompts
 
 BLOCK = 8
@@ -46,7 +49,7 @@ def small_pieces(monkeypatch) -> None:
 
 
 def outcome(label: str) -> float:
-    return metrics.KV_FETCHES.labels(label)._value.get()
+    return reading(metrics.KV_FETCHES.labels(label))
 
 
 async def leave(worker: Running, request: GenerateRequest, *, tokens: int) -> GenerateRequest:
@@ -81,7 +84,7 @@ async def pair(start: Callable[..., Any], **changed: Any) -> tuple[Running, Runn
 
 
 def held(worker: Running) -> list[list[int]]:
-    return list(worker.engine._core.travelling.lists)
+    return list(worker.engine.core.travelling.lists)
 
 
 async def let_go(*workers: Running) -> None:
@@ -95,11 +98,11 @@ async def test_a_moved_request_finds_its_blocks_and_continues_as_if_it_had_staye
     old, new = await pair(start)
     ref = await old.mesh.publish_adapter(adapters[0])
     for adapter in (None, ref):
-        before, blocks = outcome("whole"), metrics.KV_BLOCKS_MOVED._value.get()
+        before, blocks = outcome("whole"), reading(metrics.KV_BLOCKS_MOVED)
         moved = await leave(old, generate(LONG, max_tokens=24, adapter=adapter), tokens=4)
         assert await finish(new, moved) == await stays(new, max_tokens=24, adapter=adapter)
         assert new.mesh.items(moved.request_id, 1)[0].cached_tokens == len(LONG)
-        assert outcome("whole") == before + 1 and metrics.KV_BLOCKS_MOVED._value.get() - blocks >= len(LONG) // BLOCK
+        assert outcome("whole") == before + 1 and reading(metrics.KV_BLOCKS_MOVED) - blocks >= len(LONG) // BLOCK
     await let_go(old, new)
 
 
@@ -129,25 +132,23 @@ async def test_blocks_that_are_here_already_are_not_fetched_again(start):
     old, new = await pair(start)
     await new.accepted(same := generate(LONG))
     await new.mesh.ended(same.request_id)
-    blocks = metrics.KV_BLOCKS_MOVED._value.get()
+    blocks = reading(metrics.KV_BLOCKS_MOVED)
     moved = await leave(old, generate(LONG, max_tokens=40), tokens=20)
     assert await finish(new, moved) == await stays(new, max_tokens=40)
-    assert 1 <= metrics.KV_BLOCKS_MOVED._value.get() - blocks <= 4, "only those behind the prompt"
+    assert 1 <= reading(metrics.KV_BLOCKS_MOVED) - blocks <= 4, "only those behind the prompt"
 
 
 async def test_a_fetch_that_stops_in_the_middle_ends_in_time_with_what_has_come(start, small_pieces, monkeypatch):
     monkeypatch.setattr(KvTransfer, "wait_s", lambda self, offer, tokens, rank: 0.4)
     old, new = await pair(start)
-    answer, reads = old.service.shell.travel._read, 0
+    read, pieces = ThreadKv.read, 0
 
-    async def dies(message: ReadKv) -> KvPart:
-        nonlocal reads
-        reads += 1
-        if reads > 30:
-            await asyncio.Event().wait()
-        return await answer(message)
+    def dies(kv: ThreadKv, *piece: Any) -> asyncio.Future[Any]:
+        nonlocal pieces
+        pieces += 1
+        return read(kv, *piece) if pieces <= 2 else asyncio.get_running_loop().create_future()
 
-    old.service.shell.travel._read = dies
+    monkeypatch.setattr(ThreadKv, "read", dies)
     right = await stays(new, max_tokens=20)
     moved = await leave(old, generate(LONG, max_tokens=20), tokens=3)
     before, began = outcome("late"), time.monotonic()
@@ -169,11 +170,11 @@ async def test_an_old_worker_that_is_gone_does_not_stop_a_moved_request(start):
 async def test_blocks_in_int8_travel_between_workers_that_both_have_them_so(start):
     old, new = await start(kv_cache_dtype="int8"), await start(kv_cache_dtype="int8")
     old.slow_down(0.01)
-    size = metrics.KV_BYTES_MOVED._value.get(), metrics.KV_BLOCKS_MOVED._value.get()
+    size = reading(metrics.KV_BYTES_MOVED), reading(metrics.KV_BLOCKS_MOVED)
     moved = await leave(old, generate(LONG, max_tokens=24), tokens=4)
     assert await finish(new, moved) == await stays(new, max_tokens=24)
     assert new.mesh.items(moved.request_id, 1)[0].cached_tokens == len(LONG)
-    moved_bytes, blocks = metrics.KV_BYTES_MOVED._value.get() - size[0], metrics.KV_BLOCKS_MOVED._value.get() - size[1]
+    moved_bytes, blocks = reading(metrics.KV_BYTES_MOVED) - size[0], reading(metrics.KV_BLOCKS_MOVED) - size[1]
     assert 0 < moved_bytes < 0.4 * blocks * BLOCK_BYTES
 
 
@@ -208,15 +209,11 @@ async def test_a_worker_without_room_for_the_blocks_computes_them_when_it_has_ro
     await let_go(old, new)
 
 
-async def test_a_request_that_is_cancelled_while_its_blocks_come_ends_at_once(start):
+async def test_a_request_that_is_cancelled_while_its_blocks_come_ends_at_once(start, monkeypatch):
     old, new = await pair(start)
 
-    async def never(message: OpenKv) -> KvOpened:
-        await asyncio.Event().wait()
-        raise AssertionError
-
+    monkeypatch.setattr(ThreadKv, "hold", lambda *_: asyncio.get_running_loop().create_future())
     moved = await leave(old, generate(LONG, max_tokens=20), tokens=3)
-    old.service.shell.travel._open = never
     await new.accepted(moved)
     await new.control(Cancel(request_id=moved.request_id, epoch=1))
     assert (await new.mesh.ended(moved.request_id, 1, within_s=2.0)).finish == "cancelled"
@@ -235,12 +232,12 @@ async def refusal(worker: Running, message: OpenKv | ReadKv) -> Exception:
 async def test_blocks_are_given_once_to_the_worker_with_the_token_and_no_more_than_was_asked_for(start):
     old = await start()
     old.slow_down(0.01)
-    travel = old.service.shell.travel
     moved = await leave(old, generate(LONG, max_tokens=20), tokens=3)
-    await eventually(lambda: travel._offers)
-    keys = await travel._offers[moved.kv.token].keys
-    kind = travel._limits.kv_format
-    first = OpenKv(token=moved.kv.token, kv_format=kind, keys=keys[:4], within_s=5.0)
+    await eventually(lambda: held(old))
+    blocks = [pack_tokens(LONG[at : at + BLOCK]) for at in range(0, 4 * BLOCK, BLOCK)]
+    keys = content_keys(blocks, "", cache_scope("default"))
+    kind = old.service.view.limits.kv_format
+    first = OpenKv(token=moved.kv.token, kv_format=kind, keys=keys, within_s=5.0)
     assert isinstance(await refusal(old, ReadKv(token=moved.kv.token, offset=0, size=8)), NotFound), "not before it is opened"
     assert isinstance(await refusal(old, msgspec.structs.replace(first, token="guessed")), NotFound)
     opened = await ask(old, first)
@@ -262,15 +259,14 @@ async def test_blocks_that_are_not_requested_are_held_for_a_moment_and_for_few_r
     old.slow_down(0.01)
     for prompt in random_prompts(3):
         await leave(old, generate(prompt, max_tokens=60), tokens=1)
-    await eventually(lambda: len(old.service.shell.travel._offers) == 2)
+    await eventually(lambda: len(held(old)) == 2)
     await let_go(old)
 
 
 async def test_a_worker_measures_its_link_before_it_promises_anything(start):
     worker = await start()
-    link = worker.service._times.link
-    await eventually(lambda: link.ms_per_mib > 0)
-    assert link.base_ms > 0 and worker.service._times.model.kv_ms_per_mib == link.ms_per_mib
+    await eventually(lambda: latest(worker).perf.kv_ms_per_mib > 0)
+    assert latest(worker).perf.kv_base_ms > 0
     assert worker.service.view.limits.kv_format and worker.service.view.limits.kv_token_bytes == BLOCK_BYTES // BLOCK
     assert not isinstance(await ask(worker, OpenKv(token="x", kv_format="", keys=[], within_s=1.0)), KvOpened)
 

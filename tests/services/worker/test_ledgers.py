@@ -51,19 +51,19 @@ async def test_ledgers_are_checked_while_nothing_runs_and_not_while_requests_run
 
 
 def lose_a_block(worker: Running) -> None:
-    worker.engine._core.state.kv.allocate(1)
+    worker.engine._core.state.kv.allocate(1)  # private: a ledger is broken on purpose
 
 
 def lose_a_slot(worker: Running) -> None:
-    worker.engine._core.slots._free_slots.pop()
+    worker.engine._core.slots._free_slots.pop()  # private: a ledger is broken on purpose
 
 
 def forget_bytes_of_the_device(worker: Running) -> None:
-    worker.engine._core.slots.bytes_free -= 1
+    worker.engine._core.slots.bytes_free -= 1  # private: a ledger is broken on purpose
 
 
 def report_an_adapter_that_is_not_there(worker: Running) -> None:
-    worker.engine._adapters.resident["gone"] = None
+    worker.engine._adapters.resident["gone"] = None  # private: a ledger is broken on purpose
 
 
 def forget_bytes_of_the_host(worker: Running) -> None:

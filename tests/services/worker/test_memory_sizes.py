@@ -60,7 +60,7 @@ def sized(monkeypatch: pytest.MonkeyPatch, free_bytes: int, **options: Any) -> t
     """(KV blocks, bytes for adapters) of the 8B model on a GPU with so much free memory."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, free_bytes))
     config = WorkerConfig.of(model="m", load_format="dummy", **options)
-    return assembling._memory(config, LLAMA_8B, Path("nowhere"), "cuda:0")
+    return assembling.memory_of(config, LLAMA_8B, Path("nowhere"), "cuda:0")
 
 
 def test_kv_blocks_get_what_weights_and_adapters_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, wan
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     with pytest.raises(ConfigError, match=rf"--device {wanted}: PyTorch sees {count} GPUs here"):
-        assembling._device(wanted)
+        assembling.device_of(wanted)
 
 
 def test_a_gpu_is_made_current_before_anything_is_launched_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def merging(case: Case, *, merge: bool = True, merge_config: MergeConfig = UNTUN
     engine = make_engine(
         case.model_dir, runner_options={"elastic": True, "kernels": case.kernels}, merge=merge, merging=merge_config, **options
     )
-    copy, modes = engine._core.copy, engine._core.modes
+    copy, modes = engine.core.copy, engine.core.modes
     if copy is not None:
         assert isinstance(modes, Merging)
         modes.costs, copy.weigh = PAYS, lambda running: None  # type: ignore[method-assign]
@@ -93,7 +93,7 @@ def whole_copy(engine: Engine, case: Case, adapter: int) -> None:
     """Run requests of one adapter until its merged copy is complete."""
     for number in range(100):
         run(engine, [request(f"before {number} {i}", [7, 8, 9 + i], case.adapters[adapter]) for i in range(4)])
-        copy = engine._core.copy
+        copy = engine.core.copy
         assert copy is not None
         if copy.whole and copy.adapter == case.adapters[adapter].digest:
             return
@@ -193,7 +193,7 @@ class Repeated(DecodeGraphs):
 
     def __init__(self, runner: Any, scratch_block: int) -> None:
         self._cache, self._pool = runner.memory.cache, runner.pool
-        self._scratch_block, self._captured = scratch_block, {}
+        self._scratch_block, self.captured = scratch_block, {}
 
     def _capture(self, bucket: Any, adapted: bool, batch: StepBatch, model: Model) -> Any:
         buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
@@ -205,27 +205,27 @@ class Repeated(DecodeGraphs):
 @pytest.mark.parametrize("untied", ["reference"], indirect=True)
 def test_graphs_of_merged_steps_are_their_own_and_go_with_the_copy(untied: Case) -> None:
     engine, prompts = merging(untied), random_prompts(4, seed=1)
-    runner: Any = engine._runner
-    graphs = runner.steps._graphs = Repeated(runner, scratch_block=runner.memory.cache.data.shape[1] - 1)
-    runner.merged._dropped = graphs.forget_merged
+    runner: Any = engine.runner
+    graphs = runner.steps.graphs = Repeated(runner, scratch_block=runner.memory.cache.data.shape[1] - 1)
+    runner.merged.dropped = graphs.forget_merged
     for adapter in (0, ALL_MODULES):
         whole_copy(engine, untied, adapter)
         result = run(engine, [request(str(i), prompt, untied.adapters[adapter]) for i, prompt in enumerate(prompts)])
-        assert merged_steps(result) == len(result.steps) and any(key[2] for key in graphs._captured)
+        assert merged_steps(result) == len(result.steps) and any(key[2] for key in graphs.captured)
         assert [result.tokens[str(i)] for i in range(4)] == untied.merged_greedy(prompts, 12, adapter)
     assert engine.unload_adapter(untied.adapters[ALL_MODULES].digest)
     run(engine, [request("base", [5, 6, 7], max_tokens=4)])
-    assert graphs._captured and not any(key[2] for key in graphs._captured)
+    assert graphs.captured and not any(key[2] for key in graphs.captured)
 
 
 def test_the_torch_model_merges_every_matrix_as_the_product_of_its_factors_says(tmp_path: Path) -> None:
     case = Case(UNTIED, "reference", tmp_path)
-    merged, adapter = merging(case)._runner.merged, case.adapters[ALL_MODULES]
+    merged, adapter = merging(case).runner.merged, case.adapters[ALL_MODULES]
     assert isinstance(merged, MergedModel)
+    pristine = list(merged.model.weights.layers)
     merged.begin(adapter)
     while not merged.advance(lambda: True):
         pass
-    pristine = merged._pristine.layers
     model = transformers.AutoModelForCausalLM.from_pretrained(case.model_dir, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -256,18 +256,18 @@ def test_memory_beside_fixed_regions_is_no_part_of_them() -> None:
 def test_a_copy_is_given_up_for_requests_that_need_its_memory(untied: Case) -> None:
     engine = merging(untied, kv_blocks=200)
     whole_copy(engine, untied, ALL_MODULES)
-    claim = engine._core.memory.claims["merged"]
-    assert claim.size_bytes >= engine._runner.merged.nbytes > 0
+    claim = engine.core.memory.claims["merged"]
+    assert claim.size_bytes >= engine.runner.merged.nbytes > 0
     requests = [request(str(i), prompt, max_tokens=120) for i, prompt in enumerate(random_prompts(16, seed=3))]
     result = run(engine, requests)
-    assert claim.size_bytes == engine._runner.merged.nbytes == 0
+    assert claim.size_bytes == engine.runner.merged.nbytes == 0
     assert result.tokens == run(merging(untied, merge=False, kv_blocks=200), requests).tokens
 
 
 def test_without_spare_memory_no_copy_is_made(untied: Case) -> None:
     engine = merging(untied, kv_blocks=40)
     result = run(engine, [request(str(i), [5, 6, 7 + i], untied.adapters[ALL_MODULES], max_tokens=40) for i in range(4)])
-    assert merged_steps(result) == 0 and engine._core.memory.claims["merged"].size_bytes == 0
+    assert merged_steps(result) == 0 and engine.core.memory.claims["merged"].size_bytes == 0
 
 
 def test_the_copy_of_an_adapter_that_was_deleted_goes(untied: Case) -> None:
@@ -275,7 +275,7 @@ def test_the_copy_of_an_adapter_that_was_deleted_goes(untied: Case) -> None:
     whole_copy(engine, untied, ALL_MODULES)
     assert engine.unload_adapter(untied.adapters[ALL_MODULES].digest)
     run(engine, [request("base", [5, 6, 7], max_tokens=2)])
-    assert engine._runner.merged.nbytes == 0 and engine._core.memory.claims["merged"].size_bytes == 0
+    assert engine.runner.merged.nbytes == 0 and engine.core.memory.claims["merged"].size_bytes == 0
 
 
 # ---- who cannot

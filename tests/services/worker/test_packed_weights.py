@@ -40,7 +40,7 @@ def test_a_second_start_packs_nothing_and_computes_the_same_bits(
     first = logits(checkpoint, tmp_path / "packed", quantization=quantization)
     written = files(tmp_path / "packed")
     monkeypatch.setattr(Arena, "save", None)
-    monkeypatch.setattr(Arena, "_chunk", None)  # memory to pack into
+    monkeypatch.setattr(Arena, "chunk", None)  # memory to pack into
     second = logits(checkpoint, tmp_path / "packed", quantization=quantization)
     assert torch.equal(first, without) and torch.equal(second, without)
     assert files(tmp_path / "packed") == written and len(written) == 1

@@ -120,7 +120,7 @@ class Clock:
                 pass
 
         monkeypatch.setattr(profiling, "WorkerService", Idle)
-        monkeypatch.setattr(profiling, "_Profiler", Profiler)
+        monkeypatch.setattr(profiling, "Profiler", Profiler)
         monkeypatch.setattr(profiling, "now_s", lambda: self.now_s)
 
     async def measured_s(self, seconds: float) -> float:

@@ -72,11 +72,11 @@ async def test_the_ledgers_of_an_idle_engine_are_checked(monkeypatch: pytest.Mon
     engine = await started(monkeypatch, Client())
     try:
         await engine.check()
-        engine._entry.slots.bytes_free -= 1
+        engine._entry.slots.bytes_free -= 1  # private: a ledger is broken on purpose
         with pytest.raises(AssertionError, match="bytes do not add up"):
             await engine.check()
-        engine._live["r/0/1"] = None
+        engine._live["r/0/1"] = None  # private: a ledger is broken on purpose
         await engine.check()  # not while vLLM has a request
     finally:
-        engine._live.clear()
+        engine._live.clear()  # private: a ledger is broken on purpose
         await engine.stop()

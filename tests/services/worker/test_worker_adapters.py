@@ -82,8 +82,11 @@ async def test_a_deleted_adapter_leaves_every_tier_once_its_running_request_is_d
     await worker.accepted(request)
     await eventually(lambda: [held.tier for held in latest(worker).adapters] == ["device"])
     await worker.mesh.delete_adapter(ref)
-    await eventually(lambda: worker.service.catalog._watch.by_digest(ref.digest) is None)
-    assert (await worker.refusal(generate([1], adapter=ref))).code == "adapter_not_found"
+
+    async def forgotten() -> bool:
+        return (await worker.refusal(generate([1], adapter=ref, max_tokens=1))).code == "adapter_not_found"
+
+    await eventually(forgotten)
     assert [held.digest for held in latest(worker).adapters] == [ref.digest]
     assert (await worker.mesh.ended(request.request_id)).finish == "length"
     assert len(worker.mesh.tokens(request.request_id)) == 40

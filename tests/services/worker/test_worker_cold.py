@@ -41,7 +41,7 @@ def value(metric, **labels: str) -> float:
 @pytest.mark.parametrize("mode", ["auto", "blocking", "layerwise", "assist"])
 async def test_cold_requests_get_the_oracles_tokens_beside_others(start, adapters, oracle, mode: str):
     worker = await start(**options(mode))
-    await eventually(lambda: worker.engine._runner.assist.capacity.processes == 1, within_s=30)
+    await eventually(lambda: worker.engine.runner.assist.capacity.processes == 1, within_s=30)
     said = "bridged" if mode in ("auto", "assist") else "wait"
     assert worker.service.facts.limits.copies == said, "schedulers are told whom a copy holds up"
     refs = [await worker.mesh.publish_adapter(adapters[i]) for i in (1, 3, 5)]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prometheus_client import Counter, Gauge
-
 from motet.policies.step.merge_decision import MergeCosts
 from motet.services.worker import metrics
 from motet.shared.model import AdapterRef
 from motet.shared.wire.request import pack_tokens
 from motet.shared.wire.worker_state import WorkerSnapshot
 from tests.services.worker.support_service import Running, generate
-from tests.support import eventually
+from tests.support import eventually, reading
 from tests.support_models import AdapterFixture
 
 PROMPT, TOKENS = [5, 6, 7], 40
@@ -20,18 +18,14 @@ PAYS = MergeCosts(switch_ms=0.0, step_ms=1.0, row_ms=0.0, lora=1.0)
 MERGED = 2  # the adapter of all modules
 
 
-def value(metric: Counter | Gauge) -> float:
-    return sum(sample.value for family in metric.collect() for sample in family.samples if not sample.name.endswith("_created"))
-
-
 async def merged(worker: Running, adapter: AdapterFixture) -> AdapterRef:
     """Send requests for one adapter until it is merged.
 
     Thresholds and costs are fixed, because a tiny model's step times are noisy.
     """
-    modes = worker.engine._core.modes
+    modes = worker.engine.core.modes
     modes.config = replace(modes.config, decrement=0.0, multiply=1.0)
-    modes.costs, worker.engine._core.copy.weigh = PAYS, lambda running: None
+    modes.costs, worker.engine.core.copy.weigh = PAYS, lambda running: None
     ref = await worker.mesh.publish_adapter(adapter)
     for number in range(50):
         asked = generate([8, 9, number + 3], adapter=ref, max_tokens=TOKENS)
@@ -44,14 +38,14 @@ async def merged(worker: Running, adapter: AdapterFixture) -> AdapterRef:
 
 async def test_the_adapter_of_all_requests_is_merged_and_metrics_say_so(start, adapters, oracle):
     worker = await start(merge="on")
-    steps, seconds = value(metrics.MERGED_STEPS), value(metrics.MERGE_S)
+    steps, seconds = reading(metrics.MERGED_STEPS), reading(metrics.MERGE_S)
     ref = await merged(worker, adapters[MERGED])
     asked = generate(PROMPT, adapter=ref, max_tokens=TOKENS)
     await worker.accepted(asked)
     await worker.mesh.ended(asked.request_id)
     assert worker.mesh.tokens(asked.request_id) == oracle.greedy(PROMPT, TOKENS, adapters[MERGED])
-    assert value(metrics.MERGED_STEPS) - steps >= TOKENS and value(metrics.MERGE_S) > seconds
-    assert value(metrics.MERGED_BYTES) > 0
+    assert reading(metrics.MERGED_STEPS) - steps >= TOKENS and reading(metrics.MERGE_S) > seconds
+    assert reading(metrics.MERGED_BYTES) > 0
 
 
 async def test_the_next_snapshot_names_the_merged_adapter(start, adapters):
@@ -77,4 +71,4 @@ async def test_a_request_continues_at_another_worker_of_the_same_mode_as_it_woul
 
 async def test_without_the_option_nothing_is_merged(start, adapters):
     worker = await start()
-    assert worker.engine._core.modes is None
+    assert worker.engine.core.modes is None

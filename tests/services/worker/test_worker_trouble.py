@@ -72,13 +72,13 @@ async def test_a_drain_command_makes_the_process_leave(start):
 
 async def test_a_failing_forward_pass_ends_its_requests_and_later_ones_are_served(start):
     worker = await start()
-    forward = worker.engine._runner.forward
+    forward = worker.engine.runner.forward
 
     def fail_once(batch: Any) -> Any:
-        worker.engine._runner.forward = forward
+        worker.engine.runner.forward = forward
         raise RuntimeError("device error")
 
-    worker.engine._runner.forward = fail_once
+    worker.engine.runner.forward = fail_once
     request = generate([1, 2])
     await worker.accepted(request)
     end = await worker.mesh.ended(request.request_id)
@@ -95,7 +95,7 @@ async def test_an_engine_that_keeps_failing_gives_its_requests_back_and_leaves(s
     def fail(batch: Any) -> Any:
         raise RuntimeError("device lost")
 
-    worker.engine._runner.forward = fail
+    worker.engine.runner.forward = fail
     for i in range(3):
         request = generate([1, i])
         await worker.accepted(request)
@@ -130,7 +130,7 @@ async def test_requests_whose_frames_could_not_be_sent_are_cancelled_and_their_g
     request = generate([1, 2, 3], max_tokens=200)
     await worker.accepted(request)
     await eventually(lambda: worker.mesh.tokens(request.request_id))
-    worker.service.bus.nc._max_pending_size = 1
+    worker.service.bus.nc._max_pending_size = 1  # private: from now on the library has no room to wait
     nats_server.kill()
     await eventually(lambda: not len(worker.service.core))
     await nats_server.start()
