@@ -74,30 +74,7 @@ def assemble(
         if config.batch.max_model_len > model.max_model_len:
             raise ConfigError(f"--max-model-len: {config.batch.max_model_len} is more than the model's {model.max_model_len}")
         kv_blocks, lora_bytes = _memory(config, model, model_dir, device)
-        runner = open_backend(
-            BackendOptions(
-                model_dir=model_dir,
-                dtype=config.engine.dtype,
-                kv_cache_dtype=config.kv.kv_cache_dtype,
-                device=device,
-                block_size=config.kv.block_size,
-                kv_blocks=kv_blocks,
-                lora_bytes=lora_bytes,
-                max_lora_rank=config.adapters.max_lora_rank,
-                max_loras=config.adapters.max_loras,
-                elastic=_shares_memory(config, device),
-                merge=config.adapters.merge == "on",
-                threads=config.engine_threads,
-                quantization=config.engine.quantization,
-                packed_weights_dir=config.engine.packed_weights_dir,
-                link_bytes_per_s=link_bytes_per_s,
-                assist_cores=config.cold.core_ids,
-                assist_rows=config.batch.max_step_tokens,
-                load_format=config.engine.load_format,
-                graphs=not config.engine.enforce_eager,
-                loaded=loaded,
-            )
-        )
+        runner = open_backend(_backend_options(config, model_dir, device, kv_blocks, lora_bytes, link_bytes_per_s, loaded))
         end = end_token(model_dir)
     except (UnsupportedModel, UnusableFile) as error:
         raise ConfigError(f"--model: {error}") from None
@@ -117,12 +94,75 @@ def assemble(
         cold_start=config.cold.cold_start,
         ends=ends,
     )
-    limits = WorkerLimits(
+    kv_format = _kv_format(config, model, model_dir, runner) if config.kv.prefix_cache else ""
+    limits = _limits(
+        config,
+        runner,
+        device=device,
+        quantization=quantization_of(config.engine.quantization, model),
+        max_model_len=max_model_len,
+        kv_blocks=kv_blocks,
+        kv_format=kv_format,
+    )
+    _warm_up(engine, limits, model.vocab_size, times)
+
+    def parse_adapter(path: Path, digest: str) -> HostAdapter:
+        return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
+
+    return Assembly(engine, limits, model.vocab_size, frozenset({*model.eos_token_ids, *ends}), parse_adapter)
+
+
+def _backend_options(
+    config: WorkerConfig,
+    model_dir: Path,
+    device: str,
+    kv_blocks: int,
+    lora_bytes: int,
+    link_bytes_per_s: float,
+    loaded: Callable[[float], None],
+) -> BackendOptions:
+    """What the backend takes from the configuration."""
+    return BackendOptions(
+        model_dir=model_dir,
+        dtype=config.engine.dtype,
+        kv_cache_dtype=config.kv.kv_cache_dtype,
+        device=device,
+        block_size=config.kv.block_size,
+        kv_blocks=kv_blocks,
+        lora_bytes=lora_bytes,
+        max_lora_rank=config.adapters.max_lora_rank,
+        max_loras=config.adapters.max_loras,
+        elastic=_shares_memory(config, device),
+        merge=config.adapters.merge == "on",
+        threads=config.engine_threads,
+        quantization=config.engine.quantization,
+        packed_weights_dir=config.engine.packed_weights_dir,
+        link_bytes_per_s=link_bytes_per_s,
+        assist_cores=config.cold.core_ids,
+        assist_rows=config.batch.max_step_tokens,
+        load_format=config.engine.load_format,
+        graphs=not config.engine.enforce_eager,
+        loaded=loaded,
+    )
+
+
+def _limits(
+    config: WorkerConfig,
+    runner: Backend,
+    *,
+    device: str,
+    quantization: str,
+    max_model_len: int,
+    kv_blocks: int,
+    kv_format: str,
+) -> WorkerLimits:
+    """What the worker tells the other services about itself."""
+    return WorkerLimits(
         base_model=config.base.name,
         device=device,
         kernels=runner.kernels,
         kernels_note=runner.kernels_note,
-        quantization=quantization_of(config.engine.quantization, model),
+        quantization=quantization,
         kv_cache_dtype=config.kv.kv_cache_dtype,
         max_model_len=max_model_len,
         max_running=config.batch.max_running,
@@ -133,17 +173,11 @@ def assemble(
         max_lora_rank=config.adapters.max_lora_rank,
         kv_block_bytes=runner.kv_block_bytes if runner.elastic else 0,
         copies=_copies(config, runner),
-        kv_format=_kv_format(config, model, model_dir, runner) if config.kv.prefix_cache else "",
+        kv_format=kv_format,
         kv_token_bytes=runner.kv_block_bytes // config.kv.block_size,
         pin_slots=config.adapters.max_loras // PIN_SHARE,
         pin_bytes=min(runner.lora_bytes_total, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
     )
-    _warm_up(engine, limits, model.vocab_size, times)
-
-    def parse_adapter(path: Path, digest: str) -> HostAdapter:
-        return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
-
-    return Assembly(engine, limits, model.vocab_size, frozenset({*model.eos_token_ids, *ends}), parse_adapter)
 
 
 def _kv_format(config: WorkerConfig, model: ModelConfig, model_dir: Path, runner: Backend) -> str:
