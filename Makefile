@@ -72,11 +72,12 @@ first-hour: $(DEV_STAMP) ## a newcomer: fresh clone, both commands, an own adapt
 demo: $(RUN_STAMP) ## run a tour of every feature on free ports and check every answer
 	@$(BIN)/python -m motet demo $(ARGS)
 
-check: $(DEV_STAMP) ## style, types, allowed imports, known vulnerabilities
+check: $(DEV_STAMP) ## style, types, allowed imports, length and complexity of functions, known vulnerabilities
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python .ci/complexity.py
 	@$(BIN)/python .ci/audit.py
 
 format: $(DEV_STAMP) ## format the code

@@ -139,6 +139,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return figures | {"seconds": bench.base.seconds, "seed": args.seed, "recorded_workload": bench.base.data is not None}
 
 
+# in one piece: a measurement is read from top to bottom, from its cases to its figures
 def _run(bench: Bench, watch: Watch) -> dict[str, Any]:
     base = bench.base
     names = ("s-lora", "chameleon", "motet") if bench.quick else tuple(POLICIES)

@@ -246,6 +246,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# in one piece: a measurement is read from top to bottom, from its cases to its figures
 def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool) -> dict[str, Any]:
     """Run the cases side by side, the most important first. The last ones are left out when time is over."""
     kernels = ("mbgmv", "bgmv")

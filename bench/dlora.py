@@ -210,6 +210,7 @@ def _alone(bench: Bench) -> dict[str, Any]:
 # ---- several workers
 
 
+# in one piece: a measurement is read from top to bottom, from its cases to its figures
 def _together(bench: Bench, workers: int, adapters: int, size: str) -> dict[str, Any]:
     """Waits by system and load. The figures are those of the load at which dLoRA gains most, as in the paper's "up to"."""
     more: dict[str, Any] = {"workers": workers, "adapters": adapters, "skew": 10}

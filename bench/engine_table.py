@@ -108,6 +108,7 @@ RATIOS: dict[str, tuple[tuple[str, Turn], tuple[str, Turn]]] = {
 """Figures that are ratios of two rates."""
 
 
+# in one piece: a measurement is read from top to bottom, from its cases to its figures
 def figures(
     measured: Measured,
     shape: Shape,

@@ -41,6 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=4, help="of the proxy model's training")
 
 
+# in one piece: a measurement is read from top to bottom, from its cases to its figures
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table, return the figures."""
     if not args.quick and (args.train is None or args.test is None):

@@ -301,6 +301,17 @@ async def _stall(bed: Bed, gaps: Gaps, lap: int, tokens: int) -> None:
         gaps.add(np.array(stream.frames_s), waited)
 
 
+def _print_gaps(gaps: Gaps, itl_ms: float) -> None:
+    kinds = (("beside a copy", gaps.copying), ("the newcomer's prefill", gaps.prefilling), ("neither", gaps.neither))
+    shown = [
+        [name, len(some), float(np.quantile(some, 0.99)), float(np.quantile(some, 0.999)), max(some)]
+        for name, some in kinds
+        if some
+    ]
+    title = f"Gaps between tokens over the stream's median ({itl_ms:.2f} ms), {gaps.copies} copies"
+    print(report.table(title, ["", "gaps", "p99", "p99.9", "worst"], shown))
+
+
 def _figures(
     cells: Mapping[tuple[str, float], Cell], gaps: Gaps, ways: Sequence[str], loads: Sequence[float]
 ) -> dict[str, Any]:
@@ -345,18 +356,8 @@ def _figures(
         "worst_stall_with_prefill": max(gaps.prefilling, default=0.0),
         "worst_stall_otherwise": max(gaps.neither, default=0.0),
     }
-    shown = [
-        [name, len(some), float(np.quantile(some, 0.99)), float(np.quantile(some, 0.999)), max(some)]
-        for name, some in (
-            ("beside a copy", gaps.copying),
-            ("the newcomer's prefill", gaps.prefilling),
-            ("neither", gaps.neither),
-        )
-        if some
-    ]
     itl_ms = float(np.median(gaps.median_ms))
-    title = f"Gaps between tokens over the stream's median ({itl_ms:.2f} ms), {gaps.copies} copies"
-    print(report.table(title, ["", "gaps", "p99", "p99.9", "worst"], shown))
+    _print_gaps(gaps, itl_ms)
     fair = [load for load in loads if cells[RIVAL, load].pressed] or [max(loads)]
     headline = min(fair, key=lambda load: found[f"{OURS}@{load:g}"]["ondemand_p99_vs_this"])
     ours = found[f"{OURS}@{headline:g}"]

@@ -192,30 +192,12 @@ def _declared(texts: Mapping[str, str], listed: Mapping[int, AddedToken]) -> _De
     settings, where = json_object(texts, CONFIG_FILE), CONFIG_FILE
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
-    by_id: dict[int, AddedToken] = {}
-    by_content: dict[str, AddedToken] = {}
     if "added_tokens_decoder" in settings:
-        for index, value in _items(settings["added_tokens_decoder"], f"{where}: added_tokens_decoder"):
-            by_id[_index(index, f"{where}: added_tokens_decoder")] = token = _token(
-                value, f"{where}: added_tokens_decoder.{index}"
-            )
-            by_content[token.content] = token
+        numbered = _decoder_tokens(settings)
     else:
-        for key, value in json_object(texts, SPECIAL_MAP_FILE).items():
-            if isinstance(value, dict) and key != "extra_special_tokens":
-                value = _token({**value, "special": True}, f"{SPECIAL_MAP_FILE}: {key}")
-            elif isinstance(value, list) and key == "extra_special_tokens":
-                value = [*(settings.get(key) or ()), *value]
-            settings[key] = value
-        # transformers does not look into tokens that tokenizer_config.json writes as objects here
-        special = {str(settings[key]) for key in NAMES if settings.get(key)}
-        special.update(map(str, settings.get("extra_special_tokens") or ()))
-        for content, index in json_object(texts, ADDED_FILE).items():
-            one = content in special
-            by_id[_index(index, f"{ADDED_FILE}: {content}")] = token = AddedToken(content, normalized=not one, special=one)
-            by_content[content] = token
-        by_id.update(listed)
-        by_content.update({token.content: token for token in listed.values()})
+        _merge_special_map(settings, json_object(texts, SPECIAL_MAP_FILE))
+        numbered = [*_added_file_tokens(settings, json_object(texts, ADDED_FILE)), *listed.items()]
+    by_id, by_content = dict(numbered), {token.content: token for _, token in numbered}
     named: dict[str, str | AddedToken] = {}
     for name in NAMES:
         if (value := settings.get(name)) is not None:
@@ -234,6 +216,38 @@ def _declared(texts: Mapping[str, str], listed: Mapping[int, AddedToken]) -> _De
         extra=[_given(value, f"{where}: extra_special_tokens") for value in _list(extra, f"{where}: extra_special_tokens")],
         splits_special=settings.get("split_special_tokens") is True,
     )
+
+
+def _decoder_tokens(settings: Mapping[str, Any]) -> list[tuple[int, AddedToken]]:
+    """The tokens of `added_tokens_decoder` with their ids."""
+    where = f"{CONFIG_FILE}: added_tokens_decoder"
+    return [
+        (_index(index, where), _token(value, f"{where}.{index}"))
+        for index, value in _items(settings["added_tokens_decoder"], where)
+    ]
+
+
+def _merge_special_map(settings: dict[str, Any], special_map: Mapping[str, Any]) -> None:
+    """What special_tokens_map.json says replaces the settings of tokenizer_config.json."""
+    for key, value in special_map.items():
+        if isinstance(value, dict) and key != "extra_special_tokens":
+            value = _token({**value, "special": True}, f"{SPECIAL_MAP_FILE}: {key}")
+        elif isinstance(value, list) and key == "extra_special_tokens":
+            value = [*(settings.get(key) or ()), *value]
+        settings[key] = value
+
+
+def _added_file_tokens(settings: Mapping[str, Any], added: Mapping[str, Any]) -> list[tuple[int, AddedToken]]:
+    """The tokens of added_tokens.json with their ids."""
+    # transformers does not look into tokens that tokenizer_config.json writes as objects here
+    special = {str(settings[key]) for key in NAMES if settings.get(key)}
+    special.update(map(str, settings.get("extra_special_tokens") or ()))
+    tokens = []
+    for content, index in added.items():
+        one = content in special
+        token = AddedToken(content, normalized=not one, special=one)
+        tokens.append((_index(index, f"{ADDED_FILE}: {content}"), token))
+    return tokens
 
 
 def _is_own(name: str, value: Any) -> bool:

@@ -134,23 +134,30 @@ class Cluster:
         self._submit_ps, self._assign_ps, self._state_ps = map(to_ps, (bus.submit_ms, bus.assign_ms, bus.state_ms))
         self._heartbeat_ps, self._delta_ps = round(bus.heartbeat_s * PS_PER_S), round(bus.delta_s * PS_PER_S)
         self.unfinished = len(workload)  # requests without an end
-        if scheduler is not None:
-            for worker, reporter in zip(self.workers, self._reporters, strict=True):
-                first = worker.snapshot()
-                for one in self.schedulers:
-                    one.hear(first, 0.0)
-                # spread over the interval: workers do not start at the same instant
-                self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
         self.plans: list[tuple[float, Plan]] = []
         """What the rebalancer decided, and the real seconds that each plan took."""
-        if scheduler is not None and scheduler.rebalance:
+        if scheduler is not None:
+            self._begin_reports()
+            self._begin_balancing(scheduler, balance)
+        self._coming = iter(workload)
+        self._next_arrival()
+
+    def _begin_reports(self) -> None:
+        """Tell the schedulers of every worker, and from then on of changes."""
+        for worker, reporter in zip(self.workers, self._reporters, strict=True):
+            first = worker.snapshot()
+            for one in self.schedulers:
+                one.hear(first, 0.0)
+            # spread over the interval: workers do not start at the same instant
+            self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
+
+    def _begin_balancing(self, scheduler: SchedulerSpec, balance: BalanceSpec | None) -> None:
+        if scheduler.rebalance:
             balance = balance or BalanceSpec(config=self.schedulers[0].core.rebalance)
             self.events.at(round(scheduler.place_s * PS_PER_S), MESSAGE, self._place_adapters)
         if balance is not None:
             self._rebalancer = Rebalancer(balance.config)
             self.events.at(round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)
-        self._coming = iter(workload)
-        self._next_arrival()
 
     def run(self, until_s: float | None = None, *, progress: Callable[[float], None] | None = None) -> None:
         """Simulate until every request has ended, or until `until_s`. Calls `progress(now_s)` from time to time."""

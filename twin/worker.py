@@ -421,6 +421,29 @@ class Worker:
         if not self.core.book:
             return
         slice_ps = self._work_on_copy() if self._slices is not None else 0
+        plan = self._decided(now_ps)
+        if not plan.tokens:
+            if copies is not None and (wait_ps := copies.wait_ps(self.batches)):
+                self._serial += 1
+                self._events.at(now_ps + wait_ps, STEP, self._resume, self._serial)
+            return  # all that is here is still loading
+        left = min([live.end_length - live.length for live in plan.decodes]) if plan.decodes else 0
+        if self._modes is not None:
+            self._rest(plan, now_ps)
+        steps = 1 if plan.prefills else steady_steps(self.state, plan, self._most(plan, left))
+        batch = self._batch(plan)
+        first_ps, growth_ps = self._step_ps(plan, batch)
+        if copies is not None:
+            first_ps = copies.step_ps(self.batches, plan.decodes + plan.prefills, first_ps)
+        if plan.switched:
+            first_ps += self._switch_ps()
+        first_ps += slice_ps
+        self._serial += 1
+        self._run = _Run(plan, batch, slice_ps, now_ps, first_ps, growth_ps, steps, left, self._serial)
+        self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
+
+    def _decided(self, now_ps: int) -> StepPlan[Live]:
+        """The plan of the next step, carried out but for the step itself."""
         plan = self.batches.decide(self._events.now_s)
         if self.batches.boundary is not None:
             self.batches.boundary.settle()  # there is no memory to divide
@@ -430,20 +453,20 @@ class Worker:
                 self._copied_ps = 0
         if plan.admitted or plan.preempted or plan.loads or plan.prefetched or plan.evictions:
             self._moved(plan, now_ps)
-        if not plan.tokens:
-            if copies is not None and (wait_ps := copies.wait_ps(self.batches)):
-                self._serial += 1
-                self._events.at(now_ps + wait_ps, STEP, self._resume, self._serial)
-            return  # all that is here is still loading
-        left = min([live.end_length - live.length for live in plan.decodes]) if plan.decodes else 0
+        return plan
+
+    def _most(self, plan: StepPlan[Live], left: int) -> int:
+        """How many steps may be made in one go, of which the first decode has `left` to its end."""
         most = min(self.max_run, left)
-        if self._modes is not None:
-            most = 1 if plan.switched or plan.copy_started else min(most, self._modes.steady())
-            if self.batches.copy is not None:
-                most = min(most, self.batches.copy.steady)
-            self._rest(plan, now_ps)
-        steps = 1 if plan.prefills else steady_steps(self.state, plan, most)
-        batch = self._batch(plan)
+        if self._modes is None:
+            return most
+        if plan.switched or plan.copy_started:
+            return 1
+        most = min(most, self._modes.steady())
+        return most if self.batches.copy is None else min(most, self.batches.copy.steady)
+
+    def _step_ps(self, plan: StepPlan[Live], batch: Batch) -> tuple[int, int]:
+        """The time of the step, and how much longer each next one is while nothing else changes."""
         model = self.spec.steps
         first_ps = model.fixed_ps(batch)
         growth_ps = 0
@@ -456,14 +479,7 @@ class Worker:
             if longest_ps:
                 first_ps += longest_ps * max(contexts)
             growth_ps = each_ps * len(contexts) + longest_ps if not plan.prefills else 0
-        if copies is not None:
-            first_ps = copies.step_ps(self.batches, plan.decodes + plan.prefills, first_ps)
-        if plan.switched:
-            first_ps += self._switch_ps()
-        first_ps += slice_ps
-        self._serial += 1
-        self._run = _Run(plan, batch, slice_ps, now_ps, first_ps, growth_ps, steps, left, self._serial)
-        self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
+        return first_ps, growth_ps
 
     def _look(self, copies: Copies) -> None:
         """Take in the copies that have ended by now."""

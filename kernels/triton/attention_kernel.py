@@ -34,6 +34,7 @@ def _join(first, shares, parts, sums, G: tl.constexpr, D: tl.constexpr, DP: tl.c
     return acc / total[:, None]
 
 
+# in one piece: Triton inlines every function anyway, and each part would take and return most of the names above it
 @triton.jit(do_not_specialize=["columns", "window"])
 def paged_attention(
     q,

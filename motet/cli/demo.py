@@ -103,23 +103,16 @@ class Tour:
         wrong = []
         for i, name in enumerate(expected):
             rows = list(zip(texts, answers[i * INPUTS : (i + 1) * INPUTS], strict=True))
-            right = sum(answer.text.strip() == expected[name](text) for text, answer in rows)
-            mixed_up = [
-                other
-                for other, does in expected.items()
-                for text, answer in rows
-                if other != name and answer.text.strip() == does(text)
-            ]
-            good = right > INPUTS // 2 and not mixed_up
-            if not good:
-                wrong.append(f"{name} ({right} of {INPUTS}{', answers like ' + mixed_up[0] if mixed_up else ''})")
+            right, problem = _judge(name, expected, rows)
+            if problem:
+                wrong.append(problem)
             for text, answer in rows:
                 if answer.text.strip() == expected[name](text) and name != BASE:
                     self._answered = (name, text, answer.text.strip())
             text, answer = rows[0]
             ttft_ms = statistics.median(answer.ttft_ms for _, answer in rows)
             rate = sum(answer.tokens_per_s for _, answer in rows) / INPUTS
-            mark = "[green]✓[/]" if good else "[red]✗[/]"
+            mark = "[red]✗[/]" if problem else "[green]✓[/]"
             table.add_row(name, f"{ttft_ms:.0f}", f"{rate:.0f}", f"{right}/{INPUTS}", mark, text, escape(answer.text.strip()))
         self._console.print(table)
         _check(not wrong, f"wrong answers: {'; '.join(wrong)}")
@@ -234,6 +227,20 @@ async def _settled(ask: Callable[[], Awaitable[Streamed]]) -> Streamed:
             if error.status != 404 or now_s() > deadline:
                 raise
         await asyncio.sleep(0.05)
+
+
+def _judge(name: str, expected: dict[str, Callable[[str], str]], rows: list[tuple[str, Streamed]]) -> tuple[int, str]:
+    """How many texts an adapter answered right, and what is wrong with its answers; "" if nothing is."""
+    right = sum(answer.text.strip() == expected[name](text) for text, answer in rows)
+    mixed_up = [
+        other
+        for other, does in expected.items()
+        for text, answer in rows
+        if other != name and answer.text.strip() == does(text)
+    ]
+    if right > INPUTS // 2 and not mixed_up:
+        return right, ""
+    return right, f"{name} ({right} of {INPUTS}{', answers like ' + mixed_up[0] if mixed_up else ''})"
 
 
 def _check(holds: bool, otherwise: str) -> None:

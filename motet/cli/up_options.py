@@ -117,32 +117,21 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
 
     Downloads a model that is given by its hub id, and checks its files. Raises ConfigError.
     """
-    options = declared()
-    taken = {name: value for name, value in given.items() if value is not None and name in options}
-    if given.get("config"):
-        read = read_options(Path(given["config"]), options)
-        taken = {name: value for name, value in read.items() if options[name].variable not in environ} | taken
+    taken = _taken(given, environ)
     own = load(StackConfig, {name: value for name, value in taken.items() if name in StackConfig.__struct_fields__}, environ)
     taken = {name: value for name, value in taken.items() if name not in StackConfig.__struct_fields__}
-    if own.demo:
-        if "model" in taken:
-            raise ConfigError("--model and --demo: each says what to serve, give one of them")
-        demo = {"model": str(DEMO / "model"), "served_model_name": BASE, "adapters_dir": str(DEMO / "adapters")}
-        taken = demo | {"tool_call_parser": PARSER} | taken
-    elif "model" not in taken and options["model"].variable not in environ:
-        raise ConfigError("--model or --demo: one of them says what to serve")
+    taken = _with_model(own, taken, environ)
     gateway, worker, registry = (_config(kind, taken, environ) for kind in ("gateway", "worker", "registry"))
     assert isinstance(gateway, GatewayConfig) and isinstance(worker, WorkerConfig) and isinstance(registry, RegistryConfig)
     for kind in ("scheduler", "predictor"):
         _config(kind, taken, environ)
-    elsewhere = "nats_url" in taken or options["nats_url"].variable in environ
+    elsewhere = "nats_url" in taken or declared()["nats_url"].variable in environ
     if not elsewhere and (own.credentials or any(name.startswith("nats_") for name in taken)):
         raise ConfigError("--nats-user, --nats-tls-... and --credentials need --nats-url")
-    if own.credentials and not Path(own.credentials).is_dir():
-        raise ConfigError(f"--credentials: there is no directory {own.credentials}")
     adapters_dir = registry.sources.adapters_dir
-    if adapters_dir and not Path(adapters_dir).is_dir():
-        raise ConfigError(f"--adapters-dir: there is no directory {adapters_dir}")
+    for flag, directory in (("--credentials", own.credentials), ("--adapters-dir", adapters_dir)):
+        if directory and not Path(directory).is_dir():
+            raise ConfigError(f"{flag}: there is no directory {directory}")
     model = Path(resolve_model(gateway.base.model)).resolve()
     notes = preflight(
         model, engine=worker.engine.engine, load_format=worker.engine.load_format, quantization=worker.engine.quantization
@@ -174,6 +163,28 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         drain_s=gateway.process.drain_s,
         given=taken,
     )
+
+
+def _taken(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The options that flags or the file `config` give. A flag comes before a variable, a variable before the file."""
+    options = declared()
+    taken = {name: value for name, value in given.items() if value is not None and name in options}
+    if not given.get("config"):
+        return taken
+    read = read_options(Path(given["config"]), options)
+    return {name: value for name, value in read.items() if options[name].variable not in environ} | taken
+
+
+def _with_model(own: StackConfig, taken: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The options with those of `--demo`. Raises ConfigError unless just one of `--model` and `--demo` is given."""
+    if own.demo:
+        if "model" in taken:
+            raise ConfigError("--model and --demo: each says what to serve, give one of them")
+        demo = {"model": str(DEMO / "model"), "served_model_name": BASE, "adapters_dir": str(DEMO / "adapters")}
+        return demo | {"tool_call_parser": PARSER} | taken
+    if "model" not in taken and declared()["model"].variable not in environ:
+        raise ConfigError("--model or --demo: one of them says what to serve")
+    return taken
 
 
 def _config(kind: str, taken: Mapping[str, Any], environ: Mapping[str, str]) -> Config:

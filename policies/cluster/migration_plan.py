@@ -139,6 +139,62 @@ class _Row:
     at: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Variables:
+    """The variables of the relaxed problem, numbered: x by request, y by adapter, overflows by worker, the maximum.
+
+    Column 0 of a request's x means staying, column j the j-th worker of `under`.
+    """
+
+    rows: int
+    adapters: list[str]  # of the requests
+    sources: list[int]
+    under: Sequence[int]
+
+    @property
+    def columns(self) -> int:
+        """The number of a request's x."""
+        return 1 + len(self.under)
+
+    @property
+    def workers(self) -> list[int]:
+        return [*self.sources, *self.under]
+
+    @property
+    def maximum(self) -> int:
+        """The last variable."""
+        return self._first_overflow + len(self.workers)
+
+    @property
+    def _first_overflow(self) -> int:
+        return self.rows * self.columns + len(self.adapters) * len(self.under)
+
+    def column(self, worker: int) -> int:
+        return 0 if worker in self.sources else 1 + self.under.index(worker)
+
+    def x(self, row: int, column: int) -> int:
+        return row * self.columns + column
+
+    def y(self, adapter: str, column: int) -> int:
+        return self.rows * self.columns + self.adapters.index(adapter) * len(self.under) + column - 1
+
+    def overflow(self, worker: int) -> int:
+        return self._first_overflow + self.workers.index(worker)
+
+
+@dataclass(slots=True)
+class _Limits:
+    """The inequalities of the relaxed problem: in each, a weighted sum of variables is at most its bound."""
+
+    entries: list[tuple[int, int, float]] = field(default_factory=list)  # inequality, variable, weight
+    bounds: list[float] = field(default_factory=list)
+
+    def at_most(self, terms: Sequence[tuple[int, float]], bound: float) -> None:
+        """Add one."""
+        self.entries.extend([(len(self.bounds), variable, value) for variable, value in terms])
+        self.bounds.append(bound)
+
+
 class _Model:
     """Sums per worker, updated when a request is moved."""
 
@@ -202,66 +258,65 @@ class _Model:
         from scipy.optimize import linprog
         from scipy.sparse import coo_array
 
-        config, memory = self._config, self._memory
         sources = sorted({row.source for row in rows})
-        workers = [*sources, *under]
-        kinds = sorted({row.held.adapter for row in rows if row.held.adapter})
-        width = 1 + len(under)
-        first_y = len(rows) * width  # the variables: x, y, overflows, the maximum
-        first_overflow = first_y + len(kinds) * len(under)
-        largest = first_overflow + len(workers)
-        entries: list[tuple[int, int, float]] = []  # of the matrix: constraint, variable, coefficient
-        bounds: list[float] = []  # its right side
-
-        def at_most(terms: Sequence[tuple[int, float]], bound: float) -> None:
-            entries.extend([(len(bounds), variable, value) for variable, value in terms])
-            bounds.append(bound)
-
-        for place, worker in enumerate(workers):
-            load, own = self.loads[worker], worker in sources
-            column = 0 if own else 1 + under.index(worker)
-            here = [(index, row.held) for index, row in enumerate(rows) if not own or row.source == worker]
-            new = [] if own else [kind for kind in kinds if kind not in load.users]
-            work = [(index * width + column, self.cost_ms(held, moved=not own)) for index, held in here]
-            room = [(index * width + column, held.memory) for index, held in here]
-            y = [(first_y + kinds.index(kind) * len(under) + column - 1, kind) for kind in new]
-            overflow = first_overflow + place
-            fixed_ms, fixed = load.work_ms + config.eta_ms * len(load.users), load.taken
-            if own:
-                leaving = self._leaving(worker, [held for _, held in here])
-                fixed_ms -= sum([held.work_ms for _, held in here]) + config.eta_ms * len(leaving)
-                fixed -= sum([held.memory for _, held in here]) + sum([memory.get(kind, 0.0) for kind in leaving])
-            at_most([*work, *[(one, config.eta_ms) for one, _ in y], (overflow, config.swap_ms), (largest, -1.0)], -fixed_ms)
-            if np.isfinite(load.memory):
-                at_most([*room, *[(one, memory.get(kind, 0.0)) for one, kind in y], (overflow, -1.0)], load.memory - fixed)
-            for one, kind in y:
-                for index, held in here:
-                    if held.adapter == kind:
-                        at_most([(index * width + column, 1.0), (one, -1.0)], 0.0)
-            if not own and load.room < len(rows):
-                at_most([(index * width + column, 1.0) for index, _ in here], float(max(0, load.room)))
-        cost = np.zeros(largest + 1)
-        cost[largest] = 1.0
+        adapters = sorted({row.held.adapter for row in rows if row.held.adapter})
+        variables = _Variables(len(rows), adapters, sources, under)
+        columns, size = variables.columns, variables.maximum + 1
+        limits = _Limits()
+        for worker in variables.workers:
+            self._limit(limits, variables, worker, rows)
+        cost = np.zeros(size)
+        cost[variables.maximum] = 1.0
         shares = [LEAST_SHARE * self.cost_ms(row.held, moved=True) / len(rows) for row in rows]
         for index, share in enumerate(shares):
-            cost[index * width + 1 : (index + 1) * width] = share
-        which, variables, values = zip(*entries, strict=True)
-        shape = len(bounds), largest + 1
-        ones = np.arange(len(rows) * width)
+            cost[index * columns + 1 : (index + 1) * columns] = share
+        which, weighted, values = zip(*limits.entries, strict=True)
+        ones = np.arange(len(rows) * columns)
         found = linprog(
             cost,
-            A_ub=coo_array((values, (which, variables)), shape=shape).tocsr(),
-            b_ub=bounds,
-            A_eq=coo_array((np.ones(len(ones)), (ones // width, ones)), shape=(len(rows), largest + 1)).tocsr(),
+            A_ub=coo_array((values, (which, weighted)), shape=(len(limits.bounds), size)).tocsr(),
+            b_ub=limits.bounds,
+            A_eq=coo_array((np.ones(len(ones)), (ones // columns, ones)), shape=(len(rows), size)).tocsr(),
             b_eq=np.ones(len(rows)),
             method="highs",
         )
-        others = [load.time_ms(config) for at, load in enumerate(self.loads) if at not in workers]
+        others = [load.time_ms(self._config) for at, load in enumerate(self.loads) if at not in variables.workers]
         if found.x is None:  # numerical trouble: no request moves
-            stay = np.zeros((len(rows), width))
+            stay = np.zeros((len(rows), columns))
             stay[:, 0] = 1.0
             return stay, 0.0
-        return found.x[: len(rows) * width].reshape(len(rows), width), max([float(found.fun) - sum(shares), *others])
+        return found.x[: len(rows) * columns].reshape(len(rows), columns), max([float(found.fun) - sum(shares), *others])
+
+    def _limit(self, limits: _Limits, variables: _Variables, worker: int, rows: Sequence[_Row]) -> None:
+        """The inequalities of one worker: its time, its memory, its adapters, and how many requests it takes."""
+        config, memory, load = self._config, self._memory, self.loads[worker]
+        own, column, overflow = worker in variables.sources, variables.column(worker), variables.overflow(worker)
+        here = [(variables.x(index, column), row.held) for index, row in enumerate(rows) if not own or row.source == worker]
+        y = [(variables.y(one, column), one) for one in variables.adapters if not own and one not in load.users]
+        work = [(x, self.cost_ms(held, moved=not own)) for x, held in here]
+        room = [(x, held.memory) for x, held in here]
+        fixed_ms, fixed = self._fixed(worker, [held for _, held in here] if own else [])
+        time = [*work, *[(one, config.eta_ms) for one, _ in y], (overflow, config.swap_ms), (variables.maximum, -1.0)]
+        limits.at_most(time, -fixed_ms)
+        if np.isfinite(load.memory):
+            taken = [*room, *[(one, memory.get(adapter, 0.0)) for one, adapter in y], (overflow, -1.0)]
+            limits.at_most(taken, load.memory - fixed)
+        for one, adapter in y:
+            for x, held in here:
+                if held.adapter == adapter:
+                    limits.at_most([(x, 1.0), (one, -1.0)], 0.0)
+        if not own and load.room < len(rows):
+            limits.at_most([(x, 1.0) for x, _ in here], float(max(0, load.room)))
+
+    def _fixed(self, worker: int, moving: Sequence[Held]) -> tuple[float, float]:
+        """The time and the memory of a worker without its requests `moving`, of which the relaxed problem has variables."""
+        config, memory, load = self._config, self._memory, self.loads[worker]
+        fixed_ms, fixed = load.work_ms + config.eta_ms * len(load.users), load.taken
+        if moving:
+            leaving = self._leaving(worker, moving)
+            fixed_ms -= sum([held.work_ms for held in moving]) + config.eta_ms * len(leaving)
+            fixed -= sum([held.memory for held in moving]) + sum([memory.get(adapter, 0.0) for adapter in leaving])
+        return fixed_ms, fixed
 
     def _leaving(self, worker: int, moving: Sequence[Held]) -> list[str]:
         """The adapters that a worker would not need without the requests `moving`.

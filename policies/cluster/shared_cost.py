@@ -165,6 +165,7 @@ class Seen:
     requests: Sequence[tuple[RequestBrief, float]]
 
 
+# in one piece: the formula, whose terms share the names of the first lines
 def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[float, float]:
     """The formula, term by term. Returns the cost, and the largest share by which an objective is missed (0 or less: none)."""
     perf, limits, kernel, rank = worker.perf, worker.limits, worker.perf.kernel, ask.rank

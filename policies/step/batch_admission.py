@@ -137,8 +137,7 @@ class BatchAdmission(Generic[S]):
     def _fill_by_mode(self, state: AdmissionState[S], plan: StepPlan[S], modes: Modes) -> None:
         """Fill the step with the sequences of the mode. If there are none, fill it with any sequences."""
         before = modes.merged
-        fcfs, here, most = _demand(state, self.limits.seats)
-        mode = modes.choose(fcfs, here, most)
+        mode = modes.choose(*_demand(state, self.limits.seats))  # rule 6
         turn(state, modes.merged)
         self._fill(state, plan, mode.only, mode.first)
         if mode.only is not None and not plan.tokens:
@@ -147,7 +146,7 @@ class BatchAdmission(Generic[S]):
             self._fill(state, plan, None)
         elif mode.only is not None:
             plan.resting = sum([seq.adapter not in mode.only for seq in state.running])
-        plan.merged, plan.merge_candidate = modes.merged, mode.wanted
+        plan.merged, plan.merge_candidate = modes.merged, mode.candidate
         plan.switched = modes.merged != before
 
     def _fill(
@@ -163,9 +162,9 @@ class BatchAdmission(Generic[S]):
             self._schedule_prefills(state, plan, rows)
         if state.waiting:
             candidates = state.waiting if self.queues is None else self.queues.candidates(state, self._now_s)
-            if first:
+            if first:  # rule 6
                 candidates = sorted(candidates[:MODE_WINDOW], key=lambda seq: seq.adapter not in first)
-            if only is not None:
+            if only is not None:  # rule 6
                 candidates = [seq for seq in candidates[:MODE_WINDOW] if seq.adapter in only]
             self._admit(state, plan, candidates)
             plan.starved = plan.starved or (state.boundary is not None and state.boundary.crowded)
@@ -175,6 +174,7 @@ class BatchAdmission(Generic[S]):
     def _schedule_decodes(
         self, state: AdmissionState[S], plan: StepPlan[S], rows: tuple[S, ...], only: Collection[str] | None
     ) -> None:
+        """Rule 1."""
         kv, decodes, preempted = state.kv, plan.decodes, plan.preempted
         block_size, publishing, boundary = kv.block_size, kv.prefix_cache, state.boundary
         for seq in rows:
@@ -198,6 +198,7 @@ class BatchAdmission(Generic[S]):
         plan.tokens = len(plan.decodes)
 
     def _schedule_prefills(self, state: AdmissionState[S], plan: StepPlan[S], rows: tuple[S, ...]) -> None:
+        """Rule 2."""
         for seq in rows:
             if not seq.scheduled and seq.blocks:
                 self._schedule_chunk(state.kv, seq, plan)
@@ -210,52 +211,72 @@ class BatchAdmission(Generic[S]):
             publish_full_blocks(kv, seq, seq.computed + seq.scheduled)
 
     def _admit(self, state: AdmissionState[S], plan: StepPlan[S], candidates: list[S]) -> None:
-        """Admit candidates and take them out of their list."""
-        queues, in_order = self.queues, candidates is state.waiting
-        seats, most_tokens, max_bypass = self.limits.seats, self.limits.max_step_tokens, self.limits.max_bypass
+        """Admit candidates and take them out of their list: rules 3 to 5."""
+        in_order, max_bypass = candidates is state.waiting, self.limits.max_bypass
         blocked: list[S] = []
         index = asked = promised = 0
         if state.boundary is not None:
             state.boundary.crowded = False
         closed = False  # a sequence was overtaken `max_bypass` times: only base sequences may overtake it now
-        while (
-            index < len(candidates)
-            and len(blocked) < BYPASS_WINDOW
-            and len(state.running) < seats
-            and plan.tokens < most_tokens
-        ):
+        room = self._has_room(state, plan)
+        while room and index < len(candidates) and len(blocked) < BYPASS_WINDOW:
             seq = candidates[index]
+            # rule 4: no slot
             if seq.adapter and seq.slot < 0 and (closed or not self._has_slot(state, seq, promised)):
                 blocked.append(seq)
-                closed = closed or seq.bypassed >= max_bypass
+                closed |= seq.bypassed >= max_bypass
                 index += 1
                 continue
-            if blocked and seq.adapter and queues is not None and queues.squashes:
-                if steps_left(seq) + 1 >= steps_until_room(state, blocked[0].adapter_bytes):
-                    index += 1
-                    continue
-                self._passed += [(one, [seq]) for one in blocked]
+            # rule 4: with size-based queues
+            if blocked and not self._may_overtake(state, seq, blocked):
+                index += 1
+                continue
+            # rule 5
             if seq.adapter and self._cold is not None and self._under_way(state, seq, plan, self._cold):
                 asked += 1
                 if asked > COLD_WINDOW or not self._joins(seq, plan, self._cold):
                     promised += state.kv.blocks_for(seq.length)
                     index += 1
                     continue
+            # rule 3: no blocks
             if not self._book_blocks(state, seq, index if in_order else state.waiting.index(seq), plan):
                 plan.starved = True
                 return
+            # rule 3: it comes in
             self._book_slot(state, seq, plan)
             del candidates[index]
             if not in_order:
                 state.waiting.remove(seq)
-            if queues is not None:
-                queues.began(seq, self._now_s)
-            insert(state.running, seq)
+            self._run(state, seq, plan)
+            room = self._has_room(state, plan)
+            # rule 4: it has overtaken those without a slot
             for passed in blocked:
                 passed.bypassed += 1
-                closed = closed or passed.bypassed >= max_bypass
-            plan.admitted.append(seq)
-            self._schedule_chunk(state.kv, seq, plan)
+                closed |= passed.bypassed >= max_bypass
+
+    def _has_room(self, state: AdmissionState[S], plan: StepPlan[S]) -> bool:
+        """Whether the step has a seat and tokens left (rule 3)."""
+        return len(state.running) < self.limits.seats and plan.tokens < self.limits.max_step_tokens
+
+    def _may_overtake(self, state: AdmissionState[S], seq: S, blocked: list[S]) -> bool:
+        """Whether the sequence may overtake those of `blocked`, which have no slot.
+
+        With size-based queues it may only if it is predicted to end in time, and is preempted when the prediction was wrong.
+        """
+        if not seq.adapter or self.queues is None or not self.queues.squashes:
+            return True
+        if steps_left(seq) + 1 >= steps_until_room(state, blocked[0].adapter_bytes):
+            return False
+        self._passed += [(one, [seq]) for one in blocked]
+        return True
+
+    def _run(self, state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:
+        """The sequence, which has its blocks and slot, runs from now on."""
+        if self.queues is not None:
+            self.queues.began(seq, self._now_s)
+        insert(state.running, seq)
+        plan.admitted.append(seq)
+        self._schedule_chunk(state.kv, seq, plan)
 
     def _prefetch(self, state: AdmissionState[S], plan: StepPlan[S], candidates: list[S]) -> None:
         """Begin the copies that the next candidates will need, if this takes nothing from running and waiting sequences."""
@@ -274,14 +295,12 @@ class BatchAdmission(Generic[S]):
                 self._cold.begun(seq.adapter, seq.adapter_bytes)
 
     def _squash(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
-        """Preempt sequences that overtook an earlier one by prediction, if it lacks nothing but their adapters' memory."""
+        """Preempt sequences that overtook an earlier one by prediction, if it lacks nothing but their adapters' memory.
+
+        The end of rule 4.
+        """
         slots = state.adapters
-        waiting = {id(seq) for seq in state.waiting}
-        self._passed = [
-            (seq, passing)
-            for seq, others in self._passed
-            if id(seq) in waiting and seq.slot < 0 and (passing := [one for one in others if one.slot >= 0 and one.blocks])
-        ]
+        self._passed = self._still_passed(state)
         for seq in dict.fromkeys(seq for seq, _ in self._passed):
             passing = [one for waits, others in self._passed if waits is seq for one in others]
             mine = {one.adapter for one in passing if slots.users(one.adapter) == 1}
@@ -291,6 +310,15 @@ class BatchAdmission(Generic[S]):
                 if one.adapter in mine and one.blocks and not slots.fits(seq.adapter_bytes):
                     self._preempt(state, one, plan)
                     self.squashed += 1
+
+    def _still_passed(self, state: AdmissionState[S]) -> list[tuple[S, list[S]]]:
+        """The pairs of `_passed` that still hold: one sequence waits without a slot, others overtook it and still run."""
+        waiting = {id(seq) for seq in state.waiting}
+        return [
+            (seq, passing)
+            for seq, others in self._passed
+            if id(seq) in waiting and seq.slot < 0 and (passing := [one for one in others if one.slot >= 0 and one.blocks])
+        ]
 
     def _preempt(self, state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:
         preempt(state, seq, plan)
@@ -384,17 +412,17 @@ class BatchAdmission(Generic[S]):
 
 
 def _demand(state: AdmissionState[S], seats: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """The arguments of `Modes.choose`: (fcfs, here, most).
+    """The arguments of `Modes.choose`: (fcfs, alone, seats).
 
     `fcfs`: the requests that first come, first served would compute, counted by adapter. An earlier waiting request counts
-    instead of a later running one. `here`: the requests of each adapter that could be computed if there were no other adapters,
-    without those whose adapter still has to be copied beside the steps. `most`: how many requests fit. At most MODE_WINDOW
-    waiting sequences are considered.
+    instead of a later running one. `alone`: the requests of each adapter that could be computed if there were no other
+    adapters, without those whose adapter still has to be copied beside the steps. `seats`: how many requests fit. At most
+    MODE_WINDOW waiting sequences are considered.
     """
     fcfs: dict[str, int] = {}
     for seq in state.running:
         fcfs[seq.adapter] = fcfs.get(seq.adapter, 0) + 1
-    here, kv, slots = dict(fcfs), state.kv, state.adapters
+    alone, kv, slots = dict(fcfs), state.kv, state.adapters
     room, blocks = max(0, seats - len(state.running)), kv.free - len(state.running)
     fitting = 0
     waiting: dict[str, int] = {}
@@ -412,13 +440,13 @@ def _demand(state: AdmissionState[S], seats: int) -> tuple[dict[str, int], dict[
         count = min(count, fitting)
         ready = not slots.asynchronous or not adapter or (adapter in slots and adapter not in slots.loading)
         if count and ready:
-            here[adapter] = here.get(adapter, 0) + count
+            alone[adapter] = alone.get(adapter, 0) + count
     for seq, instead in zip(reversed(state.running), state.waiting[fitting:MODE_WINDOW], strict=False):
         if order_of(seq) < order_of(instead):
             break
         fcfs[instead.adapter] = fcfs.get(instead.adapter, 0) + 1
         fcfs[seq.adapter] -= 1
-    return {adapter: count for adapter, count in fcfs.items() if count}, here, len(state.running) + fitting
+    return {adapter: count for adapter, count in fcfs.items() if count}, alone, len(state.running) + fitting
 
 
 def _last_resting(state: AdmissionState[S], only: Collection[str]) -> S:

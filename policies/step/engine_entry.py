@@ -106,56 +106,71 @@ class EngineEntry(Generic[E]):
 
         `Sequence.scheduled`: the blocks that an entered request will take and that the engine has not allocated yet.
         """
-        state, slots = self.state, self.slots
+        state, slots, max_bypass = self.state, self.slots, self.limits.max_bypass
         slots.eviction.now_s = now_s
         entries: Entries[E] = Entries()
         blocked: list[E] = []
         only_base = False
         blocks_free -= sum(seq.scheduled for seq in state.running)
-        for seq in state.running:
-            seq.suspect = seq.suspect and seq.length == seq.entry_length
-            if seq.suspect:
-                return entries
+        if self._suspect_runs():  # rule 5
+            return entries
         order = self._queues.candidates(state, now_s) if self._queues is not None else list(state.waiting[:WINDOW])
         for seq in order:
-            if len(state.running) >= self.limits.seats:
+            if len(state.running) >= self.limits.seats:  # rule 1
                 break
-            if seq.adapter and seq.slot < 0:
-                grant = None if only_base else slots.acquire(seq.adapter, seq.adapter_bytes)
-                may_pause = not seq.entries or seq.bypassed >= self.limits.max_bypass
-                if grant is None and not only_base and may_pause and (paused := self._pause_for(seq, now_s)):
-                    entries.pauses += paused
-                    grant = slots.acquire(seq.adapter, seq.adapter_bytes)
-                if grant is None:
-                    blocked.append(seq)
-                    only_base = only_base or seq.bypassed >= self.limits.max_bypass
-                    continue
-                seq.slot = grant.slot
-                if grant.load:
-                    entries.evictions += grant.evicted
-                    entries.loads.append(seq)
-            if seq.adapter in slots.loading:
+            if seq.adapter and seq.slot < 0 and (only_base or not self._find_slot(seq, entries, now_s)):  # rule 3
+                blocked.append(seq)
+                only_base |= seq.bypassed >= max_bypass
                 continue
-            if seq.suspect and state.running:
+            if seq.adapter in slots.loading:  # rule 4
+                continue
+            if seq.suspect and state.running:  # rule 5
                 if not all(one.pausable and one.length > one.entry_length for one in state.running):
                     break
                 entries.pauses += self._pause(state.running, now_s)
             needed = state.kv.blocks_for(seq.length)
-            if state.running and needed + len(state.running) > blocks_free:
+            if state.running and needed + len(state.running) > blocks_free:  # rule 1
                 break
             blocks_free -= needed
-            seq.scheduled = needed
-            seq.entries, seq.entry_length = seq.entries + 1, seq.length
-            state.waiting.remove(seq)
-            state.running.append(seq)
-            if self._queues is not None:
-                self._queues.began(seq, now_s)
+            self._enter(seq, needed, now_s)
             entries.entered.append(seq)
-            for one in blocked:
+            for one in blocked:  # rule 3
                 one.bypassed += 1
-            if seq.suspect:
+            if seq.suspect:  # rule 5
                 break
         return entries
+
+    def _suspect_runs(self) -> bool:
+        """Whether a running request still is a suspect; one that has drawn a token is none any more."""
+        for seq in self.state.running:
+            seq.suspect = seq.suspect and seq.length == seq.entry_length
+            if seq.suspect:
+                return True
+        return False
+
+    def _find_slot(self, seq: E, entries: Entries[E], now_s: float) -> bool:
+        """Give the request a slot, for which another adapter's requests may be paused. Returns whether it has one."""
+        grant = self.slots.acquire(seq.adapter, seq.adapter_bytes)
+        may_pause = not seq.entries or seq.bypassed >= self.limits.max_bypass  # rule 2, and the end of rule 3
+        if grant is None and may_pause and (paused := self._pause_for(seq, now_s)):
+            entries.pauses += paused
+            grant = self.slots.acquire(seq.adapter, seq.adapter_bytes)
+        if grant is None:
+            return False
+        seq.slot = grant.slot
+        if grant.load:
+            entries.evictions += grant.evicted
+            entries.loads.append(seq)
+        return True
+
+    def _enter(self, seq: E, blocks: int, now_s: float) -> None:
+        """The request enters the engine, which will allocate so many blocks for it."""
+        seq.scheduled = blocks
+        seq.entries, seq.entry_length = seq.entries + 1, seq.length
+        self.state.waiting.remove(seq)
+        self.state.running.append(seq)
+        if self._queues is not None:
+            self._queues.began(seq, now_s)
 
     def _pause_for(self, seq: E, now_s: float) -> list[E]:
         """Free a slot for a new request: the requests of one adapter wait again. Returns them; none if no adapter can leave.

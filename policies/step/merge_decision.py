@@ -50,7 +50,7 @@ class Mode(NamedTuple):
     merged: str = ""  # the adapter in the weights; "" for none
     only: frozenset[str] | None = None  # the adapters whose requests the step computes; None: all
     first: frozenset[str] = frozenset()  # the adapters whose waiting requests join before all others
-    wanted: str = ""  # would be merged if its copy of the weights were whole
+    candidate: str = ""  # would be merged if its copy of the weights were whole
 
 
 class Modes(Protocol):
@@ -62,11 +62,11 @@ class Modes(Protocol):
     """The adapter of which there is a merged copy, "" for none; None where a switch changes the weights themselves, and the
     engine stops for it."""
 
-    def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
-        """The mode of the next step, in which at most `most` requests are computed.
+    def choose(self, fcfs: Mapping[str, int], alone: Mapping[str, int], seats: int) -> Mode:
+        """The mode of the next step, in which at most `seats` requests are computed.
 
-        Both maps count requests by adapter. `fcfs`: those that first come, first served would compute. `here`: those that could
-        be computed if there were no other adapters.
+        Both maps count requests by adapter. `fcfs`: those that first come, first served would compute. `alone`: those that
+        could be computed if there were no other adapters.
         """
 
     def ran(self, steps: int) -> None:
@@ -148,6 +148,29 @@ class _Tally:
         return self.merged_rows * unmerged_ms > self.unmerged_rows * merged_ms
 
 
+class _Demand(NamedTuple):
+    """The requests of one decision, see `Modes.choose`."""
+
+    fcfs: Mapping[str, int]
+    alone: Mapping[str, int]
+    seats: int
+    rows: int  # requests in `fcfs`: so many an unmerged step computes
+
+    def biggest(self) -> str:
+        """The adapter with the most requests; "" without any."""
+        return max((one for one in self.alone if one), key=self.alone.__getitem__, default="")
+
+
+@dataclass(frozen=True, slots=True)
+class _PerStep:
+    """What each step in the chosen mode adds to the accounts."""
+
+    tally: _Tally = field(default_factory=_Tally)
+    credits: Mapping[str, float] = field(default_factory=dict)  # that move, by adapter
+    displaced: int = 0  # requests; the merged adapter pays a credit for each
+    rest_ms: float = 0.0  # to the time with resting requests; negative: off it
+
+
 @dataclass(eq=False)
 class Merging:
     """Algorithms 1 to 3 of the paper, for one worker."""
@@ -160,69 +183,46 @@ class Merging:
     beta: float = field(init=False)
     credits: dict[str, float] = field(default_factory=dict)
     starving: set[str] = field(default_factory=set)
-    _tally: _Tally = field(default_factory=_Tally)
-    _step: _Tally = field(default_factory=_Tally)  # of one step in the mode chosen last
-    _moves: dict[str, float] = field(default_factory=dict)  # credits that one such step moves
-    _biggest: str = ""
-    _asked: float = 0.0  # credits that the merged adapter needs to stay merged
-    _worth: bool = False  # a copy of the biggest adapter would have paid by now
-    _poor: set[str] = field(default_factory=set)  # adapters that could not pay, until they have their credits back
-    _turned: bool = False  # the last choice changed the mode
+    _repaying: set[str] = field(default_factory=set)  # adapters that could not pay, until they have their credits back
     _rested_ms: float = 0.0  # time with resting requests, less the unmerged time since
-    _step_ms: float = 0.0  # what one step in the mode chosen last adds to it
     _overdue: bool = False  # steps stay unmerged until that is 0
+    _biggest: str = ""
+    _copy_pays: bool = False  # a copy of the biggest adapter would have paid by now
+    _tally: _Tally = field(default_factory=_Tally)  # since the last break point
+    _turned: bool = False  # the last choice changed the mode
+    _per_step: _PerStep = field(default_factory=_PerStep)  # of the mode chosen last
 
     def __post_init__(self) -> None:
         self.alpha, self.beta = self.config.alpha, self.config.beta
 
-    def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
+    def choose(self, fcfs: Mapping[str, int], alone: Mapping[str, int], seats: int) -> Mode:
         """The mode of the next step."""
+        demand = _Demand(fcfs, alone, seats, sum(fcfs.values()))
         self._turned = False
-        self._know(here, fcfs)
-        rows, wanted = sum(fcfs.values()), ""
-        starving = self._served_first() & (fcfs.keys() | here.keys())
-        self._overdue = self._rested_ms >= self.config.rest_ms or (self._overdue and self._rested_ms > 0.0)
-        if starving or self._overdue:
-            self._turn("")
-            self._step, self._asked = _Tally(), 0.0
-            self._step_ms = -self.costs.unmerged_ms(rows)
-            self._moves = repay(starving, here, self.credits, self.config.credit, self.config.relief)
-            return Mode(first=frozenset(starving))
-        biggest = max((one for one in here if one), key=here.__getitem__, default="")
-        pays = bool(biggest) and self._eligible(biggest, here, fcfs) and self._gains(biggest, rows, fcfs, here, most)
-        if biggest != self._biggest:
-            self._biggest = biggest
-            self._break()
-            self._worth = False
-        elif self._tally.steps >= self.config.period and not self._may_pay_back():
-            self._break()
+        self._know(alone, fcfs)
+        starving = self._served_first() & (fcfs.keys() | alone.keys())
+        if self._rested_too_long() or starving:
+            return self._relieve(demand, starving)
+        biggest = demand.biggest()
+        pays = bool(biggest) and self._pays(biggest, demand)
+        self._look_for_break(biggest)
+        candidate = ""
         if self.merged:
-            stays = self.merged in here and self._eligible(self.merged, here, fcfs)
-            if not stays or not self._gains(self.merged, rows, fcfs, here, most) or here[self.merged] < self.beta * rows:
+            if not self._stays(demand):
                 self._turn("")
-        elif pays and here[biggest] > self.alpha * rows:
-            if self.whole is None or self.whole == biggest:
-                self._turn(biggest)
-            elif self._worth or self._tally.merged_wins(self.costs.switch_ms):
-                wanted, self._worth = biggest, True
-        self._compare(rows, fcfs, here, most)
-        if not self.merged:
-            self._asked, self._step_ms = 0.0, -self.costs.unmerged_ms(rows)
-            if not pays or here[biggest] < self.config.drain * rows:
-                self._moves = repay(here, here, self.credits, self.config.credit, self.config.relief)
-                return Mode(wanted=wanted)
-            self._moves = transfer(here, fcfs)
-            return Mode(first=frozenset((biggest,)), wanted=wanted)
-        batch = {self.merged: min(here[self.merged], most)}
-        self._moves, self._asked = transfer(batch, fcfs), displaced(batch, fcfs)
-        self._step_ms = self.costs.merged_ms(batch[self.merged]) if self._asked else 0.0
-        return Mode(self.merged, frozenset(batch))
+        elif pays and alone[biggest] > self.alpha * demand.rows:
+            candidate = self._merge(biggest)
+        if self.merged:
+            return self._merged_mode(demand)
+        drains = pays and not alone[biggest] < self.config.drain * demand.rows
+        return self._unmerged_mode(demand, candidate, biggest if drains else "")
 
     def ran(self, steps: int) -> None:
         """Book credits, throughputs and the time for which requests rested."""
-        self._tally.add(self._step, steps)
-        self._rested_ms = max(0.0, self._rested_ms + steps * self._step_ms)
-        for adapter, moved in self._moves.items():
+        each = self._per_step
+        self._tally.add(each.tally, steps)
+        self._rested_ms = max(0.0, self._rested_ms + steps * each.rest_ms)
+        for adapter, moved in each.credits.items():
             self.credits[adapter] += steps * moved
 
     def steady(self) -> int:
@@ -232,19 +232,19 @@ class Merging:
         if self._turned:
             return 1
         left: float = max(1, self.config.period - self._tally.steps)
-        fair = self.config.credit
-        if self._step_ms > 0.0:
-            left = min(left, (self.config.rest_ms - self._rested_ms) / self._step_ms)
-        elif self._overdue and self._step_ms:
-            left = min(left, self._rested_ms / -self._step_ms)
-        for adapter, moved in self._moves.items():
+        fair, each = self.config.credit, self._per_step
+        if each.rest_ms > 0.0:
+            left = min(left, (self.config.rest_ms - self._rested_ms) / each.rest_ms)
+        elif self._overdue and each.rest_ms:
+            left = min(left, self._rested_ms / -each.rest_ms)
+        for adapter, moved in each.credits.items():
             held = self.credits[adapter]
             if adapter in self.starving:
                 room = held - self.config.normal if moved < 0 else inf
             elif moved > 0:
                 room = (self.config.starving if self.merged or held >= fair else fair) - held
             elif self.merged:
-                room = held - self._asked if adapter == self.merged else inf
+                room = held - each.displaced if adapter == self.merged else inf
             else:
                 room = held - fair if held > fair else inf
             left = min(left, room / abs(moved) if moved else inf)
@@ -253,20 +253,71 @@ class Merging:
     def unmerge(self) -> None:
         """The next step runs unmerged, and no adapter is served first."""
         self._turn("")
-        self._moves, self._step, self._step_ms = {}, _Tally(), 0.0
+        self._per_step = _PerStep()
+
+    # ---- modes
+
+    def _relieve(self, demand: _Demand, starving: set[str]) -> Mode:
+        """An unmerged step because adapters starve, which come first, or because requests have rested for too long."""
+        self._turn("")
+        self._per_step = _PerStep(credits=self._repay(starving, demand), rest_ms=-self.costs.unmerged_ms(demand.rows))
+        return Mode(first=frozenset(starving))
+
+    def _unmerged_mode(self, demand: _Demand, candidate: str, drained: str) -> Mode:
+        """An unmerged step. `drained`: the adapter whose waiting requests come first, so that few others are left to rest."""
+        self._per_step = _PerStep(
+            self._compare(demand),
+            transfer(demand.alone, demand.fcfs) if drained else self._repay(demand.alone, demand),
+            rest_ms=-self.costs.unmerged_ms(demand.rows),
+        )
+        return Mode(first=frozenset((drained,) if drained else ()), candidate=candidate)
+
+    def _merged_mode(self, demand: _Demand) -> Mode:
+        """A step with the merged adapter's requests alone."""
+        batch = {self.merged: min(demand.alone[self.merged], demand.seats)}
+        resting = displaced(batch, demand.fcfs)
+        self._per_step = _PerStep(
+            self._compare(demand),
+            transfer(batch, demand.fcfs),
+            displaced=resting,
+            rest_ms=self.costs.merged_ms(batch[self.merged]) if resting else 0.0,
+        )
+        return Mode(self.merged, frozenset(batch))
+
+    def _merge(self, adapter: str) -> str:
+        """Merge the adapter, or return it when a copy of its weights must be made first and would pay."""
+        if self.whole is None or self.whole == adapter:
+            self._turn(adapter)
+        elif self._copy_pays or self._tally.merged_wins(self.costs.switch_ms):
+            self._copy_pays = True
+            return adapter
+        return ""
+
+    def _stays(self, demand: _Demand) -> bool:
+        """Whether the merged adapter stays merged."""
+        alone = demand.alone
+        return self.merged in alone and self._pays(self.merged, demand) and not alone[self.merged] < self.beta * demand.rows
+
+    def _pays(self, adapter: str, demand: _Demand) -> bool:
+        """Whether the adapter has the credits for a merged step, and such a step is fast enough."""
+        return self._eligible(adapter, demand) and self._gains(adapter, demand)
+
+    def _rested_too_long(self) -> bool:
+        self._overdue = self._rested_ms >= self.config.rest_ms or (self._overdue and self._rested_ms > 0.0)
+        return self._overdue
 
     # ---- credits
 
-    def _know(self, here: Mapping[str, int], fcfs: Mapping[str, int]) -> None:
+    def _know(self, alone: Mapping[str, int], fcfs: Mapping[str, int]) -> None:
         credits, new = self.credits, self.config.credit
-        for adapter in (*here, *fcfs):
+        for adapter in (*alone, *fcfs):
             if adapter not in credits:
                 credits[adapter] = new
         if len(credits) > MAX_KNOWN:
-            for adapter in [one for one in credits if one not in here and one not in fcfs][: len(credits) - MAX_KNOWN]:
+            for adapter in [one for one in credits if one not in alone and one not in fcfs][: len(credits) - MAX_KNOWN]:
                 del credits[adapter]
                 self.starving.discard(adapter)
-                self._poor.discard(adapter)
+                self._repaying.discard(adapter)
 
     def _served_first(self) -> set[str]:
         """The starving adapters, which are served before all others."""
@@ -275,17 +326,20 @@ class Merging:
         self.starving = {one for one in self.starving if credits[one] > config.normal + ROUNDING * config.credit}
         return self.starving
 
-    def _eligible(self, adapter: str, here: Mapping[str, int], fcfs: Mapping[str, int]) -> bool:
+    def _eligible(self, adapter: str, demand: _Demand) -> bool:
         """Whether the adapter's credits pay for one merged step.
 
         An adapter that could not pay must first have its credits back; otherwise it would be merged for single steps again and
         again.
         """
-        if self.credits[adapter] < sum(fcfs.values()) - min(fcfs.get(adapter, 0), here[adapter]):
-            self._poor.add(adapter)
+        if self.credits[adapter] < demand.rows - min(demand.fcfs.get(adapter, 0), demand.alone[adapter]):
+            self._repaying.add(adapter)
         elif self.credits[adapter] >= self.config.credit * (1.0 - ROUNDING):
-            self._poor.discard(adapter)
-        return adapter not in self._poor
+            self._repaying.discard(adapter)
+        return adapter not in self._repaying
+
+    def _repay(self, givers: Collection[str], demand: _Demand) -> dict[str, float]:
+        return repay(givers, demand.alone, self.credits, self.config.credit, self.config.relief)
 
     # ---- thresholds
 
@@ -294,30 +348,26 @@ class Merging:
             self._break()
             self.merged, self._turned = merged, True
 
-    def _compare(self, rows: int, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> None:
-        """Record what the next step computes in either mode, and how long it takes.
-
-        `rows`: the number of requests in `fcfs`.
-        """
+    def _compare(self, demand: _Demand) -> _Tally:
+        """What the next step computes in either mode, and how long it takes."""
         candidate = self.merged or self._biggest
-        if not candidate or not rows:
-            self._step = _Tally(steps=1)
-            return
-        alone, costs = self._alone(candidate, fcfs, here, most), self.costs
-        self._step = _Tally(1, alone, costs.merged_ms(alone), rows, costs.unmerged_ms(rows))
+        if not candidate or not demand.rows:
+            return _Tally(steps=1)
+        rows, merged_rows, costs = demand.rows, self._merged_rows(candidate, demand), self.costs
+        return _Tally(1, merged_rows, costs.merged_ms(merged_rows), rows, costs.unmerged_ms(rows))
 
-    def _alone(self, adapter: str, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> int:
+    def _merged_rows(self, adapter: str, demand: _Demand) -> int:
         """How many requests a merged step would compute."""
-        alone = min(here[adapter], most)
+        rows = min(demand.alone[adapter], demand.seats)
         if self.whole is not None:  # with so few seats as a live engine has, those of resting requests are missing
-            alone = min(alone, most - displaced({adapter: alone}, fcfs))
-        return alone
+            rows = min(rows, demand.seats - displaced({adapter: rows}, demand.fcfs))
+        return rows
 
-    def _gains(self, adapter: str, rows: int, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> bool:
+    def _gains(self, adapter: str, demand: _Demand) -> bool:
         """Whether a merged step computes more requests per time than an unmerged one, by at least the share `min_speedup`."""
-        alone, costs, speedup = self._alone(adapter, fcfs, here, most), self.costs, self.config.min_speedup
-        least = 0.0 if speedup is None else 1.0 + speedup
-        return alone * costs.unmerged_ms(rows) > least * rows * costs.merged_ms(alone)
+        rows, merged_rows, costs = demand.rows, self._merged_rows(adapter, demand), self.costs
+        least = 0.0 if self.config.min_speedup is None else 1.0 + self.config.min_speedup
+        return merged_rows * costs.unmerged_ms(rows) > least * rows * costs.merged_ms(merged_rows)
 
     def _may_pay_back(self) -> bool:
         """Whether merged steps would have been faster, but not by as much as it costs to make a copy.
@@ -337,6 +387,15 @@ class Merging:
         made = self.whole is not None and (bool(self.merged) or self.whole == self._biggest)
         return 0.0 if made else self.costs.switch_ms
 
+    def _look_for_break(self, biggest: str) -> None:
+        """The break points of Algorithm 2 that do not change the mode."""
+        if biggest != self._biggest:
+            self._biggest = biggest
+            self._break()
+            self._copy_pays = False
+        elif self._tally.steps >= self.config.period and not self._may_pay_back():
+            self._break()
+
     def _break(self) -> None:
         """Algorithm 2: tune the threshold of the mode that ends or continues here."""
         seen, self._tally = self._tally, _Tally()
@@ -345,7 +404,7 @@ class Merging:
         config, switch_ms = self.config, self._switch_ms
         wins = seen.merged_wins(*((0.0, switch_ms) if self.merged else (switch_ms, 0.0)))
         if not self.merged:
-            self._worth = wins
+            self._copy_pays = wins
         threshold = self.beta if self.merged else self.alpha
         threshold = threshold - config.decrement if wins else threshold * config.multiply
         threshold = min(max(threshold, config.lowest_beta if self.merged else config.lowest), config.highest)
@@ -368,11 +427,11 @@ class AlwaysMerged:
     _now: str = ""
     _steps: int = 0
 
-    def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
+    def choose(self, fcfs: Mapping[str, int], alone: Mapping[str, int], seats: int) -> Mode:
         """The next adapter's turn, or the rest of the present one."""
-        if self._now not in here or (self._steps >= self.turn and len(here) > 1):
-            after = sorted(one for one in here if one > self._now)
-            self._now = after[0] if after else min(here, default="")
+        if self._now not in alone or (self._steps >= self.turn and len(alone) > 1):
+            after = sorted(one for one in alone if one > self._now)
+            self._now = after[0] if after else min(alone, default="")
             self._steps = 0
         self.merged = self._now
         return Mode(self.merged, frozenset((self._now,)))

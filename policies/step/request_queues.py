@@ -289,14 +289,10 @@ class SizeQueues(Generic[S]):
         facts = self.facts
         free = [lane.quota - lane.used for lane in self.lanes]
         chosen: list[S] = []
-        waiting = state.waiting
         at = 0
-        while at < len(waiting) and len(chosen) < WINDOW:
-            level = waiting[at].priority
-            queues: list[list[S]] = [[] for _ in self.lanes]
-            while at < len(waiting) and waiting[at].priority == level:
-                queues[facts[waiting[at].order].lane].append(waiting[at])
-                at += 1
+        while at < len(state.waiting) and len(chosen) < WINDOW:
+            queues = self._of_one_priority(state.waiting, at)
+            at += sum(map(len, queues))
             left: list[list[S]] = []
             for index, queue in enumerate(queues):
                 taken = self._within(queue, free[index], chosen)
@@ -313,6 +309,15 @@ class SizeQueues(Generic[S]):
                 break  # lower priorities do not overtake
         return chosen
 
+    def _of_one_priority(self, waiting: list[S], at: int) -> list[list[S]]:
+        """The requests from `at` on that have its priority, by queue."""
+        queues: list[list[S]] = [[] for _ in self.lanes]
+        level = waiting[at].priority
+        while at < len(waiting) and waiting[at].priority == level:
+            queues[self.facts[waiting[at].order].lane].append(waiting[at])
+            at += 1
+        return queues
+
     def _within(self, queue: list[S], tokens: float, chosen: list[S]) -> int:
         """Choose the first requests of a queue that fit into these tokens. Returns their number."""
         for index, seq in enumerate(queue):
@@ -325,6 +330,7 @@ class SizeQueues(Generic[S]):
     # ---- every T_refresh
 
     def _refresh(self, now_s: float) -> None:
+        """Make queues for the sizes of the last T_refresh, and divide all tokens among them."""
         recent = self._recent
         since_s = now_s - self.refresh_s
         while len(recent) > FIRST and recent[0].at_s < since_s:
@@ -342,33 +348,35 @@ class SizeQueues(Generic[S]):
             self.cuts = np.linspace(sizes.min(), sizes.max(), MAX_QUEUES + 1)[1:-1].tolist()
         for facts in (*recent, *self.facts.values()):
             facts.lane = bisect_right(self.cuts, self.size(facts))
+        self._make_lanes()
+        for lane, share in zip(self.lanes, self._shares(span_s), strict=True):
+            lane.quota = share
+        self._refresh_at_s = now_s + self.refresh_s
+
+    def _make_lanes(self) -> None:
+        """New lanes for `cuts`, with what running requests take from them."""
         durations = [lane.duration_s for lane in self.lanes]
         mean_s = sum(durations) / len(durations)
         self.lanes = [_Lane(0.0, duration_s=durations[i] if i < len(durations) else mean_s) for i in range(len(self.cuts) + 1)]
-        for facts in self.facts.values():  # running requests are charged anew
+        for facts in self.facts.values():
             if facts.began_s >= 0:
                 self.lanes[facts.lane].running += 1
                 if not facts.borrowed:
                     self.lanes[facts.lane].used += facts.tokens
-        members = [[one for one in recent if one.lane == index] for index in range(len(self.lanes))]
+
+    def _shares(self, span_s: float) -> list[float]:
+        """The quota of each lane, by the requests of the last `span_s`."""
         if self.static:
-            shares = [self.total_tokens / len(self.lanes)] * len(self.lanes)
-        else:
-            minima = [
-                least_quota(
-                    max(one.tokens for one in lane),
-                    self.lanes[index].duration_s,
-                    min(one.slo_s for one in lane),
-                    len(lane) / span_s,
-                )
-                if lane
-                else 0.0
-                for index, lane in enumerate(members)
-            ]
-            shares = quotas(minima, self.total_tokens)
-        for lane_of, share in zip(self.lanes, shares, strict=True):
-            lane_of.quota = share
-        self._refresh_at_s = now_s + self.refresh_s
+            return [self.total_tokens / len(self.lanes)] * len(self.lanes)
+        minima = []
+        for index, lane in enumerate(self.lanes):
+            members = [one for one in self._recent if one.lane == index]
+            if not members:
+                minima.append(0.0)
+                continue
+            tokens, slo_s = max(one.tokens for one in members), min(one.slo_s for one in members)
+            minima.append(least_quota(tokens, lane.duration_s, slo_s, len(members) / span_s))
+        return quotas(minima, self.total_tokens)
 
 
 def least_quota(tokens: float, duration_s: float, slo_s: float, rate: float) -> float:

@@ -132,6 +132,7 @@ class WorkerCore(Generic[R]):
         """The number of adapters on the device, as the engine reported it."""
         return len(self._device)
 
+    # in one piece: one match, with a line or two for each event
     def on(self, event: Event[R], now_s: float) -> list[Action[R]]:
         """Take in an event. Returns the actions to carry out now, in order."""
         self._now_s = self.host.eviction.now_s = now_s

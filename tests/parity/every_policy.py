@@ -21,10 +21,13 @@ import numpy as np
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.merging import MergedWeights
 from motet.shared.worker_options import EvictionName, QueuesName
 from motet.twin.link import LinkModel
 from motet.twin.worker import MergedCopyModel
+from motet.twin.workload import Workload
 from tests.parity.conftest import write_checkpoint
 from tests.parity.test_engine_and_twin import QUICK, Recorder, counted, scripted, simulated
 from tests.services.worker.support_engine import PacedRunner, make_engine, request, run
@@ -89,8 +92,10 @@ def weighed(batches: BatchCore[Any]) -> None:
     batches.modes.costs, batches.copy.weigh = PAYS, lambda running: None  # type: ignore[method-assign]
 
 
-def difference(setting: Setting, model_dir: Path, adapters: list[HostAdapter]) -> str:
-    """Where the two histories part; "" if they are equal."""
+def prepared(
+    setting: Setting, model_dir: Path, adapters: list[HostAdapter]
+) -> tuple[Engine, Workload, list[EngineRequest], dict[str, Any]]:
+    """The live engine, its requests for both, and the options of both."""
     policies: dict[str, Any] = {
         "queues": setting.queues, "eviction": setting.eviction, "prefetch": 2, "cold_start": "blocking", "merge": setting.merge,
     }  # fmt: skip
@@ -113,6 +118,12 @@ def difference(setting: Setting, model_dir: Path, adapters: list[HostAdapter]) -
         one = request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i]))
         most, arrival_s = int(workload.output_tokens[i]), float(workload.arrival_s[i])
         requests.append(msgspec.structs.replace(one, predicted_tokens=most, arrival_s=arrival_s))
+    return engine, workload, requests, policies
+
+
+def difference(setting: Setting, model_dir: Path, adapters: list[HostAdapter]) -> str:
+    """Where the two histories part; "" if they are equal."""
+    engine, workload, requests, policies = prepared(setting, model_dir, adapters)
     live = run(engine, requests, per_step=1, clock_s=STEP_S)
     recorder = Recorder()
     merged = {"merged_copy": MergedCopyModel(size_bytes=COPY_BYTES, mib_ms=1e-9), "merging": OFTEN}

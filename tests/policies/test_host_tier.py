@@ -165,6 +165,7 @@ def test_a_copy_whose_file_is_gone_is_worth_more_than_one_that_is_on_disk() -> N
     assert list(tier.eviction) == ["b", "a"]
 
 
+# in one piece: one match, with a case for each thing that may happen
 @pytest.mark.parametrize("seed", range(10))
 def test_accounts_add_up_and_every_request_is_served_in_random_histories(seed: int) -> None:
     chance = random.Random(seed)

@@ -284,11 +284,9 @@ def key_that_is_not_found(kv: KvBlocks) -> None:
 
 
 def key_of_another_block(kv: KvBlocks) -> None:
-    first, second, *_ = kv._block_of  # private: a ledger is broken on purpose
-    kv._block_of[first], kv._block_of[second] = (
-        kv._block_of[second],
-        kv._block_of[first],
-    )  # private: a ledger is broken on purpose
+    blocks = kv._block_of  # private: a ledger is broken on purpose
+    first, second, *_ = blocks
+    blocks[first], blocks[second] = blocks[second], blocks[first]
 
 
 def user_too_many(kv: KvBlocks) -> None:

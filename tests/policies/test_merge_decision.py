@@ -307,10 +307,10 @@ def wanting(**config: float) -> Merging:
 
 def test_steps_stay_unmerged_until_the_copy_is_whole_and_no_credits_move_meanwhile() -> None:
     one = wanting(alpha=0.8)
-    assert step(one, {"a": 9, "b": 1}) == Mode(wanted="a")
+    assert step(one, {"a": 9, "b": 1}) == Mode(candidate="a")
     assert one.credits["a"] == one.credits["b"]
     one.whole = "c"
-    assert step(one, {"a": 9, "b": 1}) == Mode(wanted="a"), "the copy is another adapter's"
+    assert step(one, {"a": 9, "b": 1}) == Mode(candidate="a"), "the copy is another adapter's"
     one.whole = "a"
     assert step(one, {"a": 9, "b": 1}) == Mode("a", frozenset("a"))
 
@@ -321,18 +321,18 @@ def test_a_copy_that_was_given_up_is_wanted_again() -> None:
     assert step(one, {"a": 9}).merged == "a"
     one.unmerge()
     one.whole = ""
-    wanted = [step(one, {"a": 9}).wanted for _ in range(20)]
-    assert wanted[-1] == "a"
+    candidates = [step(one, {"a": 9}).candidate for _ in range(20)]
+    assert candidates[-1] == "a"
 
 
 def test_no_copy_is_made_before_merged_steps_would_have_saved_what_it_costs() -> None:
     """9 of 10 requests are for one adapter: merged steps of 9 take 40.9 ms, unmerged ones of 10 take 56.9 ms."""
     one = merging(alpha=0.8)
     one.whole = ""
-    wanted = [step(one, {"a": 9, "b": 1}).wanted for _ in range(20)]
+    candidates = [step(one, {"a": 9, "b": 1}).candidate for _ in range(20)]
     saved_ms = 56.9 * 9 / 10 - 40.9
-    assert wanted.index("a") == int(COSTS.switch_ms / saved_ms) + 1
-    assert set(wanted[wanted.index("a") :]) == {"a"}
+    assert candidates.index("a") == int(COSTS.switch_ms / saved_ms) + 1
+    assert set(candidates[candidates.index("a") :]) == {"a"}
 
 
 def test_no_copy_is_made_when_resting_requests_would_cost_more_seats_than_lora_costs_time() -> None:
@@ -351,9 +351,9 @@ def test_a_copy_that_takes_longer_than_a_period_saves_is_made_once_the_saved_tim
         MergeCosts(switch_ms=2000.0, step_ms=40.0, row_ms=0.1, lora=0.389), MergeConfig(alpha=1.0, highest=1.0, period=50)
     )
     one.whole = ""
-    wanted = [step(one, {"a": 9}).wanted for _ in range(400)]
-    assert wanted.index("a") == 126
-    assert set(wanted[126:]) == {"a"}, "it goes on to be wanted until it is whole"
+    candidates = [step(one, {"a": 9}).candidate for _ in range(400)]
+    assert candidates.index("a") == 126
+    assert set(candidates[126:]) == {"a"}, "it goes on to be wanted until it is whole"
     one.whole = "a"
     assert step(one, {"a": 9}).merged == "a"
 
@@ -363,7 +363,7 @@ def test_time_that_another_adapter_ended_does_not_pay_for_a_copy() -> None:
         MergeCosts(switch_ms=2000.0, step_ms=40.0, row_ms=0.1, lora=0.389), MergeConfig(alpha=1.0, highest=1.0, period=50)
     )
     one.whole = ""
-    assert {step(one, {"ab"[i // 100 % 2]: 9}).wanted for i in range(1000)} == {""}
+    assert {step(one, {"ab"[i // 100 % 2]: 9}).candidate for i in range(1000)} == {""}
 
 
 def test_an_adapter_stays_merged_only_while_merged_steps_gain_so_much() -> None:

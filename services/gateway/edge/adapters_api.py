@@ -145,6 +145,7 @@ _load = msgspec.json.Decoder(LoadRequest)
 _unload = msgspec.json.Decoder(UnloadRequest)
 
 
+# in one piece: a list of routes
 def add_routes(api: APIRouter, gateway: Gateway) -> None:
     """All adapter routes, on a router that authenticates."""
     registry = _Registry(gateway)

@@ -44,6 +44,7 @@ REASONS_HIDDEN = "the reasons are shown to an API key with the role admin"
 VERSION = installed_version("motet")
 
 
+# in one piece: a list of routes
 def build_app(gateway: Gateway) -> ASGIApp:
     """All routes of one gateway."""
     app = FastAPI(title="Motet", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)

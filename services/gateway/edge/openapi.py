@@ -256,6 +256,7 @@ def _body(name: str) -> dict[str, Any]:
     return {_JSON: {"schema": _ref(name)}}
 
 
+# in one piece: a list of operations
 def _paths() -> dict[str, dict[str, dict[str, Any]]]:
     headers = (name for name in _PARAMETERS if name.startswith("x-slo") or name == "Idempotency-Key")
     slo = tuple({"name": name, "in": "header"} | _PARAMETERS[name] for name in headers)

@@ -68,30 +68,7 @@ def assemble(
         if config.batch.max_model_len > model.max_model_len:
             raise ConfigError(f"--max-model-len: {config.batch.max_model_len} is more than the model's {model.max_model_len}")
         kv_blocks, lora_bytes = memory_of(config, model, model_dir, device)
-        runner = open_backend(
-            BackendOptions(
-                model_dir=model_dir,
-                dtype=config.engine.dtype,
-                kv_cache_dtype=config.kv.kv_cache_dtype,
-                device=device,
-                block_size=config.kv.block_size,
-                kv_blocks=kv_blocks,
-                lora_bytes=lora_bytes,
-                max_lora_rank=config.adapters.max_lora_rank,
-                max_loras=config.adapters.max_loras,
-                elastic=shares_memory(config, device),
-                merge=config.options.merge,
-                threads=config.engine_threads,
-                quantization=config.engine.quantization,
-                packed_weights_dir=config.engine.packed_weights_dir,
-                link_bytes_per_s=link_bytes_per_s,
-                assist_cores=config.cold.core_ids,
-                assist_rows=config.batch.max_step_tokens,
-                load_format=config.engine.load_format,
-                graphs=not config.engine.enforce_eager,
-                loaded=loaded,
-            )
-        )
+        runner = open_backend(_backend_options(config, model_dir, device, kv_blocks, lora_bytes, link_bytes_per_s, loaded))
         end = end_token(model_dir)
     except (UnsupportedModel, UnusableFile) as error:
         raise ConfigError(f"--model: {error}") from None
@@ -110,26 +87,15 @@ def assemble(
         perf=lambda: times.model,
         ends=ends,
     )
-    limits = WorkerLimits(
-        base_model=config.base.name,
+    kv_format = _kv_format(config, model, model_dir, runner) if config.kv.prefix_cache else ""
+    limits = _limits(
+        config,
+        runner,
         device=device,
-        kernels=runner.kernels,
-        kernels_note=runner.kernels_note,
         quantization=quantization_of(config.engine.quantization, model),
-        kv_cache_dtype=config.kv.kv_cache_dtype,
         max_model_len=max_model_len,
-        max_running=config.batch.max_running,
-        max_waiting=config.batch.max_waiting,
-        block_size=config.kv.block_size,
-        kv_blocks_total=kv_blocks,
-        adapter_bytes_total=runner.lora_bytes_total,
-        max_lora_rank=config.adapters.max_lora_rank,
-        kv_block_bytes=runner.kv_block_bytes if runner.elastic else 0,
-        copies=_copies(config, runner),
-        kv_format=_kv_format(config, model, model_dir, runner) if config.kv.prefix_cache else "",
-        kv_token_bytes=runner.kv_block_bytes // config.kv.block_size,
-        pin_slots=config.adapters.max_loras // PIN_SHARE,
-        pin_bytes=min(runner.lora_bytes_total, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
+        kv_blocks=kv_blocks,
+        kv_format=kv_format,
     )
     _warm_up(engine, limits, model.vocab_size, times)
 
@@ -142,6 +108,74 @@ def assemble(
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset({*model.eos_token_ids, *ends}),
         parse_adapter=parse_adapter,
+    )
+
+
+def _backend_options(
+    config: WorkerConfig,
+    model_dir: Path,
+    device: str,
+    kv_blocks: int,
+    lora_bytes: int,
+    link_bytes_per_s: float,
+    loaded: Callable[[float], None],
+) -> BackendOptions:
+    """What the backend takes from the configuration."""
+    return BackendOptions(
+        model_dir=model_dir,
+        dtype=config.engine.dtype,
+        kv_cache_dtype=config.kv.kv_cache_dtype,
+        device=device,
+        block_size=config.kv.block_size,
+        kv_blocks=kv_blocks,
+        lora_bytes=lora_bytes,
+        max_lora_rank=config.adapters.max_lora_rank,
+        max_loras=config.adapters.max_loras,
+        elastic=shares_memory(config, device),
+        merge=config.options.merge,
+        threads=config.engine_threads,
+        quantization=config.engine.quantization,
+        packed_weights_dir=config.engine.packed_weights_dir,
+        link_bytes_per_s=link_bytes_per_s,
+        assist_cores=config.cold.core_ids,
+        assist_rows=config.batch.max_step_tokens,
+        load_format=config.engine.load_format,
+        graphs=not config.engine.enforce_eager,
+        loaded=loaded,
+    )
+
+
+def _limits(
+    config: WorkerConfig,
+    runner: Backend,
+    *,
+    device: str,
+    quantization: str,
+    max_model_len: int,
+    kv_blocks: int,
+    kv_format: str,
+) -> WorkerLimits:
+    """What the worker tells the other services about itself."""
+    return WorkerLimits(
+        base_model=config.base.name,
+        device=device,
+        kernels=runner.kernels,
+        kernels_note=runner.kernels_note,
+        quantization=quantization,
+        kv_cache_dtype=config.kv.kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_running=config.batch.max_running,
+        max_waiting=config.batch.max_waiting,
+        block_size=config.kv.block_size,
+        kv_blocks_total=kv_blocks,
+        adapter_bytes_total=runner.lora_bytes_total,
+        max_lora_rank=config.adapters.max_lora_rank,
+        kv_block_bytes=runner.kv_block_bytes if runner.elastic else 0,
+        copies=_copies(config, runner),
+        kv_format=kv_format,
+        kv_token_bytes=runner.kv_block_bytes // config.kv.block_size,
+        pin_slots=config.adapters.max_loras // PIN_SHARE,
+        pin_bytes=min(runner.lora_bytes_total, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
     )
 
 
