@@ -46,6 +46,7 @@ _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 PENDING_MSGS = 65_536
 PENDING_BYTES = 64 * 1024 * 1024
 OUTBOX_BYTES = 16 * 1024 * 1024
+CONNECT_S = 5.0
 PING_S, PINGS = 0.5, 2  # a server that answers none of `PINGS` pings is lost: after 1.5 s at most
 REFUSED_S = 10.0  # so long may a server that we return to refuse our credentials: it may be reloading its configuration
 FAMILY_WORDS = 4  # of a subject: the stream, but not the message
@@ -111,7 +112,7 @@ class Bus:
     async def connect(cls, config: BusConfig, name: str, *, inbox: str = "client") -> Bus:
         """Connect as `name`; replies come to `_INBOX_<inbox>.>` so that permissions can keep services apart.
 
-        The first connection raises Unavailable after five seconds; later reconnections are tried without limit.
+        The first connection raises Unavailable after `CONNECT_S`; later reconnections are tried without limit.
         """
 
         options: dict[str, Any] = {}
@@ -136,7 +137,7 @@ class Bus:
                     inbox_prefix=f"_INBOX_{inbox}".encode(),
                     **options,
                 ),
-                timeout=5.0,
+                timeout=CONNECT_S,
             )
         except (OSError, nats_errors.Error, TimeoutError) as error:
             bus.nc.abort()

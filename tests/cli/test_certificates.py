@@ -19,6 +19,7 @@ from motet.cli import certificates, credentials
 from motet.cli.client import ApiError, Client
 from motet.cli.main import cli
 from motet.cli.nats_server import NatsServer, binary
+from motet.shared import bus as shared_bus
 from motet.shared.bus import Bus
 from motet.shared.config import BusConfig, ConfigError
 from motet.shared.errors import Unavailable
@@ -123,7 +124,10 @@ async def test_a_service_talks_tls_to_a_server_of_the_authority(tls_server: Nats
     await bus.close()
 
 
-async def test_a_server_of_another_authority_is_not_trusted(tls_server: NatsServer, tmp_path: Path) -> None:
+async def test_a_server_of_another_authority_is_not_trusted(
+    tls_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_bus, "CONNECT_S", 1.0)
     other = tmp_path / "other"
     other.mkdir()
     certificates.write(other)
@@ -132,7 +136,8 @@ async def test_a_server_of_another_authority_is_not_trusted(tls_server: NatsServ
             await Bus.connect(as_registry(tls_server, tmp_path, **tls), "r", inbox="registry")
 
 
-async def test_nothing_is_sent_to_a_server_without_tls(tmp_path: Path, made: Path) -> None:
+async def test_nothing_is_sent_to_a_server_without_tls(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_bus, "CONNECT_S", 1.0)
     heard = bytearray()
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
