@@ -218,7 +218,7 @@ class AssistStep {
         if (request.slices) requests_[g].push_back(request);
       }
     lora_->build(pool_, row_slot_.data(), step_->rows, element_bytes_, team_);
-    for (const Row& row : rows_[2]) lora_->on_gate_up[row.row] = 1;
+    for (const Row& row : rows_[GATE_UP]) lora_->on_gate_up[row.row] = 1;
   }
 
   // The slot's page table: the pool's own, or host memory as lines from the pool's arena.

@@ -203,11 +203,20 @@ INLINE void add_bytes(float* out, int64_t ldo, const float* weights, const float
   }
 }
 
-#else
+#else  // without VNNI nothing is computed in integers, and none of these is called
+
 template <class T>
 INLINE bool in_integers(const KvLayout&) {
   return false;
 }
+INLINE void to_bytes(float*, int) {}
+INLINE void weights_to_bytes(float*) {}
+INLINE void in_order(float*, int64_t) {}
+template <int Q, class Soon>
+INLINE void score_bytes(const float*, int64_t, const int8_t*, int64_t, int, int, Soon&, float*) {}
+template <int Q, class Soon>
+INLINE void add_bytes(float*, int64_t, const float*, const float*, const int8_t*, int64_t, int, int, int, Soon&) {}
+
 #endif
 
 }  // namespace motet

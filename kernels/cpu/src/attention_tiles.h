@@ -9,6 +9,22 @@
 namespace motet {
 
 constexpr int CHUNK = 16;  // tokens
+constexpr int QUERIES_TOGETHER = MOTET_LEVEL == 1 ? 6 : 4;  // so many of their sums stay in registers
+
+// Calls f(number<Q>, first query) over `n` queries, QUERIES_TOGETHER at a time while so many are left.
+template <int Q, class F>
+INLINE void last_queries(int n, int at, F&& f) {
+  if constexpr (Q > 0) {
+    if (n - at == Q) f(number<Q>, at);
+    last_queries<Q - 1>(n, at, f);
+  }
+}
+template <class F>
+INLINE void each_queries(int n, F&& f) {
+  int at = 0;
+  for (; at + QUERIES_TOGETHER <= n; at += QUERIES_TOGETHER) f(number<QUERIES_TOGETHER>, at);
+  last_queries<QUERIES_TOGETHER - 1>(n, at, f);
+}
 
 // How far away, in elements, what is read next and what is read later lie. The first-level cache has room for little, so what is
 // read later comes to the second-level cache before.
@@ -17,6 +33,9 @@ struct Lead {
 };
 
 #if MOTET_LEVEL == 1
+
+template <class T>
+using Soon = const Lead;  // what is prefetched while keys or values are read
 
 template <class T>
 INLINE void prefetch_for(const Lead& lead, const T* at) {
@@ -120,18 +139,6 @@ INLINE void add_values(float* out, int64_t ldo, const float* weights, const floa
     values_tile<T, Q, 1, true>(out + d, ldo, weights, shrink, v + d, ldv, 2 * W, first, last, lead);
   if (d < head_dim) values_tile<T, Q, 1, false>(out + d, ldo, weights, shrink, v + d, ldv, head_dim - d, first, last, lead);
 }
-
-// Calls call(Q) for `n` queries from `at` on, Q at a time.
-#define EACH_QUERIES(n, call)                 \
-  do {                                        \
-    int at = 0;                               \
-    for (; at + 6 <= (n); at += 6) call(6);   \
-    if ((n)-at == 5) call(5);                 \
-    if ((n)-at == 4) call(4);                 \
-    if ((n)-at == 3) call(3);                 \
-    if ((n)-at == 2) call(2);                 \
-    if ((n)-at == 1) call(1);                 \
-  } while (0)
 
 // The largest of x and v, in which few are larger than x.
 INLINE float larger_of(float x, vf v) {

@@ -155,6 +155,7 @@ static __attribute__((noinline)) void project_assisted(Team& team, const Gemm<A>
   expand_all<T>(team, assist.pool(), rest, group, layer, s, gemm.y, gemm.ldy);
 }
 
+// in one piece: it reads as the transformer, from the embedding to the logits
 template <class T>
 static void forward(const Model& m, const Step& step, Workspace& ws, Team& team, int member) {
   typedef typename ActivationOf<T>::type A;
@@ -176,20 +177,20 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   AssistStep* assist = step.assist ? &ws.assist : nullptr;
   const auto product = [&](int group, int64_t l) {  // qkv, o, gate and up, down of layer l; the head after the last
     const Layer& layer = m.layer[std::min(l, m.layers - 1)];
-    Gemm<A> gemm = l == m.layers ? Gemm<A>{&m.lm_head, h, by_hidden, step.logits, step.out, m.vocab, false}
-                   : group == 0  ? Gemm<A>{&layer.qkv, h, by_hidden, rows, y, by_qkv, false}
-                   : group == 1  ? Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}
-                   : group == 2  ? Gemm<A>{&layer.gate_up, h, by_hidden, rows, y, by_gate_up, false}
-                                 : Gemm<A>{&layer.down, gated, by_mlp, rows, x, by_x, true};
-    if (l < m.layers && group == 2 && gate) gemm.gated = gated, gemm.ld_gated = by_mlp, gemm.plain = plain;
+    Gemm<A> gemm = l == m.layers      ? Gemm<A>{&m.lm_head, h, by_hidden, step.logits, step.out, m.vocab, false}
+                   : group == QKV     ? Gemm<A>{&layer.qkv, h, by_hidden, rows, y, by_qkv, false}
+                   : group == O       ? Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}
+                   : group == GATE_UP ? Gemm<A>{&layer.gate_up, h, by_hidden, rows, y, by_gate_up, false}
+                                      : Gemm<A>{&layer.down, gated, by_mlp, rows, x, by_x, true};
+    if (l < m.layers && group == GATE_UP && gate) gemm.gated = gated, gemm.ld_gated = by_mlp, gemm.plain = plain;
     gemm.rounded = ws.rounded.data<char>();
     return gemm;
   };
-  Place place{member, first_ahead(product(0, 0), member, team.size())};
+  Place place{member, first_ahead(product(QKV, 0), member, team.size())};
   Ahead& soon = place.soon;
   const auto project_any = [&](int group, int64_t l) {
     Gemm<A> gemm = product(group, l);
-    const Gemm<A> then = group < 3 ? product(group + 1, l) : product(0, l + 1);
+    const Gemm<A> then = group < DOWN ? product(group + 1, l) : product(QKV, l + 1);
     gemm.then = &then;
     if (assist) return project_assisted<T>(team, gemm, *assist, ws.lora, group, l, s, place);
     project<T>(team, gemm, m.pool, ws.lora, group, l, s, place);
@@ -213,7 +214,7 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
     if (l) each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
     }, soon);
-    project_any(0, l);
+    project_any(QKV, l);
     each_rows(team, rows, [&](int64_t row) {
       float* qkv = y + row * by_qkv;
       const int64_t at = step.positions[row] * half;
@@ -234,22 +235,22 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
       attend<int8_t>(team, attention, ws.attention, h, by_q, scratch, soon);
     else
       attend<T>(team, attention, ws.attention, h, by_q, scratch, soon);
-    project_any(1, l);
+    project_any(O, l);
     each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.post_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
     }, soon);
-    project_any(2, l);
-    if (!gate || !ws.lora.shrink[2].empty() || (assist && assist->batches(2))) each_rows(team, rows, [&](int64_t row) {
+    project_any(GATE_UP, l);
+    if (!gate || !ws.lora.shrink[GATE_UP].empty() || (assist && assist->batches(GATE_UP))) each_rows(team, rows, [&](int64_t row) {
       if (gate && !plain[row]) return;
       const float* both = y + row * by_gate_up;
       silu_row(both, both + m.mlp, m.mlp, gated + row * by_mlp);
     }, soon);
-    project_any(3, l);
+    project_any(DOWN, l);
   }
   each_rows(team, step.logits, [&](int64_t i) {
     norm_row(x + step.logit_rows[i] * by_x, m.norm, hidden, m.eps, h + i * by_hidden, by_hidden);
   }, soon);
-  const Gemm<A> head = product(0, m.layers);
+  const Gemm<A> head = product(QKV, m.layers);
   round_rows(team, head, place);
   const GemmItems<A> items(head, team.size());
   team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(head, items, item, next, member, soon); });

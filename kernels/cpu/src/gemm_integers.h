@@ -170,6 +170,7 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
     for (int p = 0; p < N; ++p) store(out + r * P * PANEL + p * W, as_float(acc[r][p]) * *rounded_row((char*)rows, r, k).scale);
 }
 
+// in one piece: its sums stay in registers from the first line to the last
 template <int TYPE, int R, int P, class Fetch>
 static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t panel_stride, const char* rows, int64_t k, float* out,
                                                    Fetch fetch) {

@@ -12,6 +12,7 @@
 namespace motet {
 
 // 8 ranks x R rows of dot products over `in`. `s` has the whole rows, and `ranks` those of the page.
+// in one piece: its sums stay in registers from the first line to the last
 template <class T, class A, int R>
 INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, Shrunk<T>* const* s,
                         const Ranks& ranks, Next& all_next) {
@@ -190,7 +191,7 @@ template <class T>
 INLINE const T** in_order_of_s(const T* const* b, int pages, int64_t out, const T** ranks) {
   for (int p = 0, together; p < pages; p += together) {
     together = side_by_side(pages - p);
-    const int parts = parts_of(together), each = PAGE / parts, step = together * parts;
+    const int parts = streams_per_page(together), each = PAGE / parts, step = together * parts;
     const T** to = ranks + p * PAGE;
     for (int j = 0; j < together; ++j) {
       const T* rank = b[p + j];
@@ -208,12 +209,44 @@ INLINE int64_t first_column(const Pool& pool, const LoraPiece& piece) {
   return column;
 }
 
+// Pages [p, p + together) of B for all rows of a piece, R of them at a time.
+template <class T, int R>
+INLINE void expand_pages(const LoraPiece& piece, const T* const* pages, int p, int together, int64_t out, const Shrunk<T>* sums,
+                         float* const* to, Next& next) {
+  typedef Shrunk<T> S;
+  const int64_t width = piece.pages * PAGE;
+  if constexpr (lora_on_tiles<T>) {
+    if (piece.rows >= R)
+      expand_on_tiles(pages + p, together, out, piece.count, sums + p * PAGE, width, to, piece.rows, next);
+    else
+      for (int r = 0; r < piece.rows; ++r)
+        expand_like_tiles(pages + p, 1, out, piece.count, sums + r * width + p * PAGE, to[r], next);
+  } else {
+    const T* ranks[SIDE_BY_SIDE > 1 ? MAX_PAGES * PAGE : 1];
+    const T* const* b = pages + p;
+    if (SIDE_BY_SIDE > 1) b = in_order_of_s(pages, piece.pages, out, ranks);
+    if constexpr (lora_by_pairs<T>) {
+      expand_many(b, together * PAGE, piece.count, sums + p * PAGE, width, to, piece.rows, next);
+    } else {
+      for (int r = 0; r < piece.rows;) {
+        const int n = piece.rows - r >= R ? R : 1;
+        const S* from[R];
+        for (int j = 0; j < n; ++j) from[j] = sums + (r + j) * width + p * PAGE;
+        if (n == R)
+          expand_rows<T, R>(b, together, out, piece.count, from, to + r, next);
+        else
+          expand_rows<T, 1>(b, together, out, piece.count, from, to + r, next);
+        r += n;
+      }
+    }
+  }
+}
+
 template <class T>
 static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
                          const float* s, float* y, int64_t ldy) {
   typedef Shrunk<T> S;
-  const int64_t in = pool.in[piece.module], out = pool.out[piece.module], width = piece.pages * PAGE;
-  const int64_t column = first_column(pool, piece);
+  const int64_t in = pool.in[piece.module], out = pool.out[piece.module], column = first_column(pool, piece);
   if constexpr (SIDE_BY_SIDE > 1)
     if (piece.rows == 1) return expand_beside<T>(pool, plan, piece, after, layer, (const S*)s, y + column, ldy);
   const T* pages[MAX_PAGES];
@@ -228,7 +261,7 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
     together = piece.rows >= R ? piece.pages : side_by_side(piece.pages - p);
     if constexpr (SIDE_BY_SIDE > 1)
       if (piece.rows < R) {
-        expand_few(pages, piece.pages, p, out, piece.count, sums, width, to, piece.rows);
+        expand_few(pages, piece.pages, p, out, piece.count, sums, piece.pages * PAGE, to, piece.rows);
         continue;
       }
     const LoraPiece* soon = p + together < piece.pages ? &piece : after;
@@ -237,31 +270,7 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
       const T* page = lora_page<T>(pool, soon->slot, soon->module, soon == &piece ? p + together : 0, layer);
       next = Next(page + PAGE * pool.in[soon->module], soon->count, piece.count);
     }
-    if constexpr (lora_on_tiles<T>) {
-      if (piece.rows >= R)
-        expand_on_tiles(pages + p, together, out, piece.count, sums + p * PAGE, width, to, piece.rows, next);
-      else
-        for (int r = 0; r < piece.rows; ++r)
-          expand_like_tiles(pages + p, 1, out, piece.count, sums + r * width + p * PAGE, to[r], next);
-    } else {
-      const T* ranks[SIDE_BY_SIDE > 1 ? MAX_PAGES * PAGE : 1];
-      const T* const* b = pages + p;
-      if (SIDE_BY_SIDE > 1) b = in_order_of_s(pages, piece.pages, out, ranks);
-      if constexpr (lora_by_pairs<T>) {
-        expand_many(b, together * PAGE, piece.count, sums + p * PAGE, width, to, piece.rows, next);
-      } else {
-        for (int r = 0; r < piece.rows;) {
-          const int n = piece.rows - r >= R ? R : 1;
-          const S* from[R];
-          for (int j = 0; j < n; ++j) from[j] = sums + (r + j) * width + p * PAGE;
-          if (n == R)
-            expand_rows<T, R>(b, together, out, piece.count, from, to + r, next);
-          else
-            expand_rows<T, 1>(b, together, out, piece.count, from, to + r, next);
-          r += n;
-        }
-      }
-    }
+    expand_pages<T, R>(piece, pages, p, together, out, sums, to, next);
   }
 }
 

@@ -4,15 +4,17 @@
 
 namespace motet {
 
-template <int N>
-constexpr std::integral_constant<int, N> number;  // known to the compiler as an argument
-
 constexpr int PAGE = 8;       // ranks
 constexpr int MODULES = 7;    // q k v o gate up down
-constexpr int GROUPS = 4;     // fused: qkv, o, gate_up, down
+constexpr int QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, GROUPS = 4;  // modules whose products are fused
 constexpr int GROUP_START[GROUPS + 1] = {0, 3, 4, 6, 7};
 constexpr int LORA_ROWS = 32;  // of one piece: two tiles
 constexpr int MAX_PAGES = 128;  // of one adapter: rank 1024
+// How finely the work of a phase is cut.
+constexpr int PIECES_EACH = 4;  // with fewer adapters for each member of the team they are cut into so many pieces for each
+constexpr int64_t A_PIECE_BYTES = 24 << 10;  // of A that a piece reads at most, or one page of it
+constexpr int64_t B_PIECE_BYTES = 256 << 10, FINE_B_PIECE_BYTES = 8 << 10;  // of B; the second one with few adapters
+constexpr int64_t COLUMNS = 64;  // outputs of a piece are a multiple of this
 // Pages that are read at once, each in order of address, so that more lines are on their way from memory than one page would have. They
 // are of one adapter, or of several with one row each.
 constexpr int SIDE_BY_SIDE = MOTET_LEVEL >= 1 && MOTET_LEVEL <= 3 ? 8 : 1;
@@ -24,11 +26,10 @@ constexpr int power_of_two(int most, int left) {
 }
 // Of `pages` that are left of an adapter, how many are read at once.
 constexpr int side_by_side(int pages) { return power_of_two(SIDE_BY_SIDE, pages); }
-// B is read in streams: so many parts of each of the pages that are read at once. More streams of an adapter read and write y less often,
-// fewer are longer.
-constexpr int parts_of(int together) { return SIDE_BY_SIDE == 1 || together == SIDE_BY_SIDE ? 1 : together == 1 ? 4 : 2; }
+// Into how many streams a page of B is cut, where `together` pages are read at once. More streams: fewer passes over y, shorter reads.
+constexpr int streams_per_page(int together) { return SIDE_BY_SIDE == 1 || together == SIDE_BY_SIDE ? 1 : together == 1 ? 4 : 2; }
 // Adapters of which so many pages are expanded at once.
-constexpr int rows_beside(int together) { return SIDE_BY_SIDE / (together * parts_of(together)); }
+constexpr int rows_beside(int together) { return SIDE_BY_SIDE / (together * streams_per_page(together)); }
 
 // Where the ranks of page `p` of `pages` are in a row of s, which has the order in which B is read: rank by rank of the streams.
 struct Ranks {
@@ -38,7 +39,7 @@ struct Ranks {
   Ranks(int pages, int p) {
     int begin = p / SIDE_BY_SIDE * SIDE_BY_SIDE, together;
     while (together = side_by_side(pages - begin), begin + together <= p) begin += together;
-    const int parts = parts_of(together);
+    const int parts = streams_per_page(together);
     first = begin * PAGE + (p - begin) * parts, step = together * parts, each = PAGE / parts;
   }
 };
@@ -77,69 +78,101 @@ struct LoraPlan {
 
   // `row_slot` [rows]; only loaded slots are named. Allocates only beyond the largest step so far.
   void build(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t element_bytes, int team) {
+    clear();
     rows_ = rows, members_ = std::max(team, 1);
-    order.clear();
-    on_gate_up.assign(rows, 0);
-    s_size = 0;
+    sort_rows(pool, row_slot);
+    // few adapters are cut finely, so that every thread has as much work; with many adapters each page is one piece
+    few_ = (int64_t)slots_.size() < PIECES_EACH * team;
+    for (const int32_t slot : slots_)  // in order of their rows, so that a member has the same rows as in other phases
+      for (int g = 0; g < GROUPS; ++g)
+        for (int m = GROUP_START[g]; m < GROUP_START[g + 1]; ++m)
+          if (pool.pages[slot * MODULES + m]) add_module(pool, slot, g, m, element_bytes);
+    if (SIDE_BY_SIDE > 1) put_together(pool);
+  }
+  // The piece itself for i = 0, then those beside it.
+  const LoraPiece& beside_of(const LoraPiece& piece, int i) const { return i ? beside[piece.beside + i - 1] : piece; }
+
+ private:
+  void clear() {
     for (int g = 0; g < GROUPS; ++g) shrink[g].clear(), expand[g].clear(), lone_[g].clear();
-    beside.clear(), lone_pages.clear(), lone_streams.clear();
+    beside.clear(), lone_pages.clear(), lone_streams.clear(), slots_.clear();
+    s_size = 0;
+  }
+
+  // Rows by adapter, each adapter's in their order; `slots_` in the order of their first rows.
+  void sort_rows(const Pool& pool, const int32_t* row_slot) {
     first_of_slot.assign(pool.slots + 1, 0);
-    for (int64_t r = 0; r < rows; ++r)
+    for (int64_t r = 0; r < rows_; ++r)
       if (row_slot[r] >= 0) ++first_of_slot[row_slot[r] + 1];
     for (int64_t s = 0; s < pool.slots; ++s) first_of_slot[s + 1] += first_of_slot[s];
+    order.clear();
     order.resize(first_of_slot[pool.slots]);
-    for (int64_t r = 0; r < rows; ++r)
+    for (int64_t r = 0; r < rows_; ++r)
       if (row_slot[r] >= 0) order[first_of_slot[row_slot[r]]++] = (int32_t)r;
     // first_of_slot[s] is now the end of s
-    slots_.clear();
-    for (int64_t r = 0; r < rows; ++r)
+    for (int64_t r = 0; r < rows_; ++r)
       if (row_slot[r] >= 0 && order[first_row_of(row_slot[r])] == r) slots_.push_back(row_slot[r]);
-    const int64_t adapters = (int64_t)slots_.size();
-    // few adapters are cut finely, so that every thread has as much work; with many adapters each page is one piece
-    const bool few = adapters < 4 * team;
-    for (const int32_t slot : slots_) {  // in order of their rows, so that a member has the same rows as in other phases
-      const int32_t begin = first_row_of(slot), end = first_of_slot[slot];
-      for (int g = 0; g < GROUPS; ++g)
-        for (int m = GROUP_START[g]; m < GROUP_START[g + 1]; ++m) {
-          const int32_t pages = pool.pages[slot * MODULES + m];
-          if (!pages) continue;
-          if (SIDE_BY_SIDE > 1 && !few && end - begin == 1) {
-            lone_[g].push_back({begin, 1, slot, m, pages, 0, pages, s_size});
-            s_size += pages * PAGE;
-            if (g == 2) on_gate_up[order[begin]] = 1;
-            continue;
-          }
-          const int64_t in = pool.in[m], out = pool.out[m];
-          int64_t cuts = (pages * PAGE * in * element_bytes + (24 << 10) - 1) / (24 << 10);
-          if (SIDE_BY_SIDE > 1 && end - begin == 1) cuts = (pages + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
-          if (few) {
-            const int64_t blocks = (end - begin + LORA_ROWS - 1) / LORA_ROWS * adapters * (GROUP_START[g + 1] - GROUP_START[g]);
-            cuts = (4 * team + blocks - 1) / blocks;
-          }
-          cuts = std::min<int64_t>(cuts, pages);
-          const int32_t pages_each = (int32_t)((pages + cuts - 1) / cuts);
-          const int64_t most = (few ? 8 << 10 : 256 << 10) / (PAGE * pages * element_bytes);
-          const int32_t columns = (int32_t)std::max<int64_t>(64, round_up(std::min(out, most), 64));
-          for (int32_t row = begin; row < end; row += LORA_ROWS) {
-            const int32_t n = std::min<int32_t>(LORA_ROWS, end - row);
-            for (int32_t p = 0; p < pages; p += pages_each) {
-              const int32_t some = std::min(pages_each, pages - p);
-              shrink[g].push_back({row, n, slot, m, pages, p, some, s_size, (int64_t)lone_pages.size()});
-              if (SIDE_BY_SIDE > 1 && n == 1) add_pages(pool, shrink[g].back());
-            }
-            for (int32_t c = 0; c < out; c += columns) {
-              const int32_t some = (int32_t)std::min<int64_t>(columns, out - c);
-              expand[g].push_back({row, n, slot, m, pages, c, some, s_size, (int64_t)lone_streams.size()});
-              if (SIDE_BY_SIDE > 1 && n == 1) add_streams(pool, expand[g].back());
-            }
-            s_size += (int64_t)n * pages * PAGE;
-            if (g == 2)
-              for (int32_t i = row; i < row + n; ++i) on_gate_up[order[i]] = 1;
-          }
-        }
+    on_gate_up.assign(rows_, 0);
+  }
+  int32_t first_row_of(int32_t slot) const { return slot ? first_of_slot[slot - 1] : 0; }
+
+  // The pieces of one adapter for one module.
+  void add_module(const Pool& pool, int32_t slot, int g, int m, int64_t element_bytes) {
+    const int32_t begin = first_row_of(slot), end = first_of_slot[slot], pages = pool.pages[slot * MODULES + m];
+    if (g == GATE_UP)
+      for (int32_t i = begin; i < end; ++i) on_gate_up[order[i]] = 1;
+    if (SIDE_BY_SIDE > 1 && !few_ && end - begin == 1) {
+      lone_[g].push_back({begin, 1, slot, m, pages, 0, pages, s_size});
+      s_size += pages * PAGE;
+      return;
     }
-    if (SIDE_BY_SIDE == 1) return;
-    if (!few)
+    const int32_t pages_each = pages_of_piece(end - begin, pages, pool.in[m] * element_bytes, GROUP_START[g + 1] - GROUP_START[g]);
+    const int32_t columns = columns_of_piece(pool.out[m], PAGE * pages * element_bytes);
+    for (int32_t row = begin; row < end; row += LORA_ROWS)
+      add_rows(pool, {row, std::min<int32_t>(LORA_ROWS, end - row), slot, m, pages, 0, 0, s_size}, g, pages_each, columns);
+  }
+
+  // The pieces of `rows` for one module. `rows` has neither pages nor outputs yet.
+  void add_rows(const Pool& pool, const LoraPiece& rows, int g, int32_t pages_each, int32_t columns) {
+    const bool lone = SIDE_BY_SIDE > 1 && rows.rows == 1;
+    for (int32_t page = 0; page < rows.pages; page += pages_each) {
+      LoraPiece piece = rows;
+      piece.first = page, piece.count = std::min(pages_each, rows.pages - page), piece.begin = (int64_t)lone_pages.size();
+      shrink[g].push_back(piece);
+      if (lone) add_pages(pool, piece);
+    }
+    const int64_t out = pool.out[rows.module];
+    for (int32_t column = 0; column < out; column += columns) {
+      LoraPiece piece = rows;
+      piece.first = column, piece.count = (int32_t)std::min<int64_t>(columns, out - column);
+      piece.begin = (int64_t)lone_streams.size();
+      expand[g].push_back(piece);
+      if (lone) add_streams(pool, piece);
+    }
+    s_size += (int64_t)rows.rows * rows.pages * PAGE;
+  }
+
+  // How many pages of A, with ranks of `rank_bytes` each, a piece reads. `modules`: of the group.
+  int32_t pages_of_piece(int32_t rows, int32_t pages, int64_t rank_bytes, int modules) const {
+    int64_t pieces = (pages * PAGE * rank_bytes + A_PIECE_BYTES - 1) / A_PIECE_BYTES;
+    if (SIDE_BY_SIDE > 1 && rows == 1) pieces = (pages + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
+    if (few_) {
+      const int64_t blocks = (rows + LORA_ROWS - 1) / LORA_ROWS * (int64_t)slots_.size() * modules;
+      pieces = (PIECES_EACH * members_ + blocks - 1) / blocks;
+    }
+    pieces = std::min<int64_t>(pieces, pages);
+    return (int32_t)((pages + pieces - 1) / pieces);
+  }
+
+  // How many of `out` outputs, each with `output_bytes` of B, a piece adds to.
+  int32_t columns_of_piece(int64_t out, int64_t output_bytes) const {
+    const int64_t most = (few_ ? FINE_B_PIECE_BYTES : B_PIECE_BYTES) / output_bytes;
+    return (int32_t)std::max<int64_t>(COLUMNS, round_up(std::min(out, most), COLUMNS));
+  }
+
+  // With many adapters, those with one row share pieces. The ends of the lists are repeated: what is read next is always there.
+  void put_together(const Pool& pool) {
+    if (!few_)
       for (int g = 0; g < GROUPS; ++g) {
         shrink_together(pool, g);
         expand_together(pool, g);
@@ -149,11 +182,6 @@ struct LoraPlan {
     for (int i = 0; i < SIDE_BY_SIDE && !lone_pages.empty(); ++i)
       lone_pages.push_back(lone_pages.back()), lone_streams.push_back(lone_streams.back());
   }
-  // The piece itself for i = 0, then those beside it.
-  const LoraPiece& beside_of(const LoraPiece& piece, int i) const { return i ? beside[piece.beside + i - 1] : piece; }
-
- private:
-  int32_t first_row_of(int32_t slot) const { return slot ? first_of_slot[slot - 1] : 0; }
 
   // The member that has the piece's first row in phases that go by rows. It also computes LoRA of that row: fetching a row of s or y that
   // another core has written takes long.
@@ -226,8 +254,8 @@ struct LoraPlan {
       some = side_by_side(piece.pages - p);
       for (int r = 0; r <= piece.others; ++r)
         for (int j = 0; j < some; ++j)
-          for (int part = 0; part < parts_of(some); ++part) {
-            const int64_t rank = part * (PAGE / parts_of(some)), at = page_at(pool, beside_of(piece, r).slot, piece.module, p + j);
+          for (int part = 0; part < streams_per_page(some); ++part) {
+            const int64_t rank = part * (PAGE / streams_per_page(some)), at = page_at(pool, beside_of(piece, r).slot, piece.module, p + j);
             lone_streams.push_back(at + PAGE * pool.in[piece.module] + rank * pool.out[piece.module] + piece.first);
           }
     }
@@ -245,6 +273,7 @@ struct LoraPlan {
 
   std::vector<LoraPiece> lone_[GROUPS];  // adapters with one row
   int64_t rows_ = 0, members_ = 1;
+  bool few_ = false;  // adapters, for this team
   std::vector<int32_t> slots_;
 };
 

@@ -20,6 +20,7 @@ INLINE vf multiplied(vf sum, const bf16* a, const bf16* x) { return (vf)_mm512_d
 #endif
 
 // N pages, the same sums as in `shrink_rows`, and the N that are read next. Each N / R of the pages have the same row.
+// in one piece: its sums stay in registers from the first line to the last
 template <class T, class A, int N, int R>
 static __attribute__((noinline)) void shrink_pages(const LoraPage* pages, const LoraPage* next, const T* arena, int64_t layer, int64_t in,
                                                    const A* x, int64_t ldx, Shrunk<T>* s) {
@@ -158,6 +159,7 @@ struct SumsOf<bf16, R> {
 
 // N streams of `ranks` ranks for each of R adapters with E rows, outputs [0, n) from where `streams` and `y` point, the same sums as in
 // `expand_rows`. `next` are read next.
+// in one piece: its sums stay in registers from the first line to the last
 template <class T, int N, int R, int E>
 static __attribute__((noinline)) void expand_streams(const T* layer, const int64_t* streams, const T* layer_next, const int64_t* next,
                                                      int ranks, int64_t out, int64_t n, const Shrunk<T>* const* s, float* const* y) {
@@ -239,11 +241,11 @@ static void expand_beside(const Pool& pool, const LoraPlan& plan, const LoraPiec
         const LoraPiece& one = plan.beside_of(piece, r + j);
         from[j] = s + one.s + p * PAGE, to[j] = y + plan.order[one.row0] * ldy;
       }
-      const int64_t* next = streams + together * some * parts_of(some);
+      const int64_t* next = streams + together * some * streams_per_page(some);
       const bool last = p + some == piece.pages && r + together == rows && after && after->rows == 1;
       const auto run = [&](auto N, auto R) {
         expand_streams<T, N.value, R.value, 1>(here, streams, last ? layer_of(after->module) : here,
-                                               last ? &plan.lone_streams[after->begin] : next, PAGE / parts_of(some),
+                                               last ? &plan.lone_streams[after->begin] : next, PAGE / streams_per_page(some),
                                                pool.out[piece.module], piece.count, from, to);
       };
       some >= 4 ? run(number<8>, number<1>) : together == 2 ? run(number<4>, number<2>) : run(number<4>, number<1>);
@@ -256,7 +258,7 @@ static void expand_beside(const Pool& pool, const LoraPlan& plan, const LoraPiec
 template <class T>
 static void expand_few(const T* const* b, int pages, int p, int64_t out, int64_t n, const Shrunk<T>* s, int64_t width, float* const* y,
                        int rows) {
-  const int some = side_by_side(pages - p), parts = parts_of(some), ranks = PAGE / parts;
+  const int some = side_by_side(pages - p), parts = streams_per_page(some), ranks = PAGE / parts;
   const auto streams_of = [&](int page, int64_t* at) {
     for (int j = 0; j < some * parts; ++j) at[j] = b[std::min(page + j / parts, pages - 1)] + j % parts * ranks * out - b[0];
   };

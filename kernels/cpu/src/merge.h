@@ -36,12 +36,9 @@ INLINE const T* page_of(const Pool& pool, int m, int page, int64_t layer) {
   return (const T*)pool.arena + (pool.table[m * pool.max_pages + page] + layer * (pool.in[m] + pool.out[m])) * PAGE;
 }
 
-// `from` and `to` are the panel's; `a` and `b` have room for 32 and 16 values of every rank.
-template <class Wt, class T>
-static void merge_panel(const Pool& pool, const MergePart* parts, int count, int64_t layer, int64_t k, const Wt* from, Wt* to,
-                        float* a, float* b) {
-  constexpr int KL = Packed<Wt>::KL, LINE = 64 / sizeof(Wt), VP = PANEL / W;
-  float* wide = b;
+// B of the panel's outputs in floats: [rank of each part in turn][16].
+template <class T>
+INLINE void widen_outputs(const Pool& pool, const MergePart* parts, int count, int64_t layer, float* wide) {
   for (int p = 0; p < count; ++p) {
     const MergePart& part = parts[p];
     for (int r = 0; r < part.ranks; ++r, wide += PANEL) {
@@ -51,16 +48,44 @@ static void merge_panel(const Pool& pool, const MergePart* parts, int count, int
         store_n(wide + n, load_n(row + part.first + n, std::min(W, part.end - n)), std::min(W, part.end - n));
     }
   }
+}
+
+// A of `live` k from k0 on in floats: [rank][32].
+template <class T>
+INLINE void widen_inputs(const Pool& pool, const MergePart& part, int64_t layer, int64_t k0, int live, float* wide) {
+  for (int r = 0; r < part.ranks; ++r) {
+    const T* row = page_of<T>(pool, part.m, r / PAGE, layer) + r % PAGE * pool.in[part.m] + k0;
+    for (int i = 0; i < MERGE_K; i += W) store(wide + r * MERGE_K + i, i < live ? load_n(row + i, std::min(W, live - i)) : zero());
+  }
+}
+
+// The 32 k from k0 on of the panel, with `sums` [32][16] added.
+template <class Wt>
+INLINE void add_to_panel(int64_t k0, const float* sums, const Wt* from, Wt* to) {
+  constexpr int KL = Packed<Wt>::KL, LINE = 64 / sizeof(Wt);
+  for (int i = 0; i < MERGE_K; i += 2)
+    for (int at = 0; at < PANEL; at += W) {
+      vf both[2];
+      for (int u = 0; u < 2; ++u) {
+        const int64_t at_k = k0 + i + u;
+        both[u] = line_values(from + at_k / KL * LINE, (int)(at_k % KL), at) + load(sums + (i + u) * PANEL + at);
+      }
+      put_pair(to, k0 + i, at, both[0], both[1]);
+    }
+}
+
+// `from` and `to` are the panel's; `a` and `b` have room for 32 and 16 values of every rank.
+template <class Wt, class T>
+static void merge_panel(const Pool& pool, const MergePart* parts, int count, int64_t layer, int64_t k, const Wt* from, Wt* to,
+                        float* a, float* b) {
+  constexpr int VP = PANEL / W;
+  widen_outputs<T>(pool, parts, count, layer, b);
   for (int64_t k0 = 0; k0 < k; k0 += MERGE_K) {
     alignas(64) float sums[MERGE_K * PANEL] = {};
     const float* own = b;
     for (int p = 0; p < count; ++p) {
       const MergePart& part = parts[p];
-      const int live = (int)std::min<int64_t>(MERGE_K, k - k0);
-      for (int r = 0; r < part.ranks; ++r) {
-        const T* row = page_of<T>(pool, part.m, r / PAGE, layer) + r % PAGE * pool.in[part.m] + k0;
-        for (int i = 0; i < MERGE_K; i += W) store(a + r * MERGE_K + i, i < live ? load_n(row + i, std::min(W, live - i)) : zero());
-      }
+      widen_inputs<T>(pool, part, layer, k0, (int)std::min<int64_t>(MERGE_K, k - k0), a);
       for (int i = 0; i < MERGE_K; i += MERGE_KS) {
         vf acc[MERGE_KS][VP];
 #pragma GCC unroll 16
@@ -88,15 +113,7 @@ static void merge_panel(const Pool& pool, const MergePart* parts, int count, int
       }
       own += part.ranks * PANEL;
     }
-    for (int i = 0; i < MERGE_K; i += 2)
-      for (int at = 0; at < PANEL; at += W) {
-        vf both[2];
-        for (int u = 0; u < 2; ++u) {
-          const int64_t at_k = k0 + i + u;
-          both[u] = line_values(from + at_k / KL * LINE, (int)(at_k % KL), at) + load(sums + (i + u) * PANEL + at);
-        }
-        put_pair(to, k0 + i, at, both[0], both[1]);
-      }
+    add_to_panel(k0, sums, from, to);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if MOTET_LEVEL >= 1
 #include <immintrin.h>
 #endif
@@ -16,8 +17,12 @@ struct f16 {
 };
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace motet {
+
+template <int N>
+constexpr std::integral_constant<int, N> number;  // known to the compiler as an argument
 
 #if MOTET_LEVEL >= 2
 constexpr int W = 16;
