@@ -64,7 +64,7 @@ async def seeing(seeing_model: Path) -> AsyncIterator[Driven]:
     )
     engine = VllmEngine(options, reports.append)
     await engine.start()
-    yield Driven(engine, reports, [])
+    yield Driven(engine, reports, [], resumes_sampled=False)
     await engine.stop()
 
 

@@ -52,7 +52,7 @@ async def pooling(model_dir: Path, host_adapters: list[Any]) -> AsyncIterator[Dr
     )
     engine = VllmEngine(options, reports.append)
     await engine.start()
-    yield Driven(engine, reports, host_adapters)
+    yield Driven(engine, reports, host_adapters, resumes_sampled=False)
     await engine.stop()
 
 

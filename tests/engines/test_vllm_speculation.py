@@ -105,7 +105,10 @@ async def test_greedy_tokens_beside_sampled_ones_are_those_of_the_model(model_di
     engine = VllmEngine(options, reports.append)
     await engine.start()
     try:
-        driven, one = Driven(engine, reports, []), request("a", prompt, max_tokens=length, ignore_eos=True)
+        driven, one = (
+            Driven(engine, reports, [], resumes_sampled=False),
+            request("a", prompt, max_tokens=length, ignore_eos=True),
+        )
         for number in range(2):
             engine.add(request(f"sampled-{number}", prompt, max_tokens=length, ignore_eos=True, temperature=0.7))
         engine.add(one)
