@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from motet.policies.cluster.candidates import Ask
@@ -243,7 +243,7 @@ class Mesh:
         faults: Sequence[Fault] = (),
         seed: int = 0,
     ) -> None:
-        self.events, self.random, self.counts = Events(), Random(seed), Counts()
+        self.events, self.random, self.counts = Events(), np.random.default_rng(seed), Counts()
         self._metrics = Metrics(len(workload))
         self._adapters = {adapter.digest: adapter for adapter in workload.adapters}
         self._specs = workers
@@ -368,7 +368,7 @@ class Mesh:
         if not ready:
             self._at(self.events.now_s + HOP_MS / 1000, refused, "unavailable", "unavailable")
             return
-        scheduler = self.random.choice(ready)
+        scheduler = ready[int(self.random.integers(len(ready)))]
         args = (scheduler, gateway, stream, epoch, len(stream.tokens), asked.to, tuple(stream.excluded), answer)
         self.send(gateway, scheduler, self._search, *args, nobody=lambda: refused("unavailable", "unavailable"))
 
