@@ -36,14 +36,16 @@ PATIENCE_S = 120.0
 Deliver = Callable[[StepReport], None]
 
 
-def native(model_dir: Path, deliver: Deliver, kernels: str, isa: str = "", **runner_options: Any) -> EngineProtocol:
+def native(
+    model_dir: Path, deliver: Deliver, kernels: str, isa: str = "", merge: bool = False, **runner_options: Any
+) -> EngineProtocol:
     """Motet's own engine with these kernels, compiled for this instruction set."""
 
     def build() -> Engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MOTET_CPU_ISA", isa)
             options = {"runner": ModelRunner, "runner_options": {"kernels": kernels} | runner_options}
-            return make_engine(model_dir, max_running=4, kv_blocks=60, max_loras=2, **options)
+            return make_engine(model_dir, max_running=4, kv_blocks=60, max_loras=2, merge=merge, **options)
 
     return EngineThread(build, deliver)
 
