@@ -14,6 +14,7 @@ from motet.services.worker.engines.request import EngineRequest, StepOutput
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError
 from motet.shared.model import Capability, WorkerLimits
+from motet.shared.wire.request import unpack_tokens
 from motet.shared.wire.stream import StreamItem
 
 BLOCKS = 8
@@ -50,7 +51,7 @@ class Echo:
 
     def add(self, request: EngineRequest) -> None:
         self._step += 1
-        item = StreamItem(request.request_id, request.epoch, 0, list(request.prompt), "length")
+        item = StreamItem(request.request_id, request.epoch, 0, unpack_tokens(request.prompt), "length")
         output = StepOutput(items={request.gateway_id: [item]})
         report = StepReport(self._step, now_s(), output, failures=0, kv_blocks_free=BLOCKS, adapter_bytes_free=0)
         asyncio.get_running_loop().call_soon(self._deliver, report)
