@@ -44,7 +44,6 @@ from bench.chameleon_parts import (
     waiting,
 )
 from bench.watch import Watch
-from motet.shared.worker_options import EvictionName, QueuesName
 
 SLO_FACTOR = 5.0
 LOADS = (6.0, 8.0, 9.0)
@@ -72,7 +71,7 @@ FREE = "copies that take no time"
 """The variant without the time of copies. No cache and no prefetch can do better with the same queue."""
 FUTURE, POPULARITY_KNOWN = "future known", "popularity known"
 NO_COPY_MS = 1e-3
-EVICTIONS: tuple[EvictionName, ...] = ("none", "lru", "fair-share", "score", "gdsf", "next-use")
+EVICTIONS = ("none", "lru", "fair-share", "score", "gdsf", "next-use")
 EVICTIONS_S = 600.0
 """Counted time of the runs that compare evictions: a cache has to fill before it can lose anything."""
 spawn = multiprocessing.get_context("spawn")
@@ -271,7 +270,7 @@ def _fleet(bench: Bench) -> dict[str, Any]:
 
 def _prediction(bench: Bench) -> dict[str, Any]:
     """The queues that use predictions: with true lengths, with the length predictor's, and with none."""
-    queues: dict[str, QueuesName] = {"sjf": "sjf", "chameleon": "chameleon", "motet": "motet"}
+    queues = {"sjf": "sjf", "chameleon": "chameleon", "motet": "motet"}
     if bench.quick:
         queues = {"chameleon": "chameleon"}
     cases = {

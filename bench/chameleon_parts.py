@@ -23,15 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.predictor import made_up_requests
+from bench.rivals.evictions import Lru
 from motet.policies.lengths.features import unpack
 from motet.policies.lengths.model import Curve
-from motet.policies.memory.eviction import Lru
 from motet.policies.times.perf_model import MIB
 from motet.services.predictor.examples import read_examples
 from motet.services.predictor.fit import fit
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.shared.profile import EngineSteps
-from motet.shared.worker_options import EvictionName, QueuesName, WorkerOptions
+from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.link import LinkModel
 from motet.twin.memory import LLAMA2_7B
@@ -75,8 +75,8 @@ INSTRUCTIONS = "alpaca_text.jsonl.gz"
 class Policy:
     """How a worker handles adapters and queues."""
 
-    eviction: EvictionName
-    queues: QueuesName = "fcfs"
+    eviction: str
+    queues: str = "fcfs"
     prefetch: int = PREFETCH
     foresight: bool = False
     knows: Literal["", "future", "popularity"] = ""

@@ -35,12 +35,12 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from bench import report
+from bench.rivals import POLICIES
 from bench.watch import Watch
 from motet.policies.cluster import shared_cost
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, Choose
 from motet.policies.cluster.cluster_state import ClusterState
-from motet.policies.cluster.dispatch import POLICIES
 from motet.policies.times.perf_model import MIB
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.shared.worker_options import WorkerOptions

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import msgspec
@@ -24,14 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.dlora_limit import Grouping
-from motet.policies.cluster.baselines import least_pending, pending_ms
+from bench.rivals.merging import always_merged
+from bench.rivals.policies import least_pending, pending_ms
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, Choose, lightest, spread
 from motet.policies.cluster.cluster_state import ON_DEVICE, ClusterState
 from motet.policies.cluster.migration_plan import Held, PlanConfig, Replica, plan
 from motet.policies.cluster.placement import Room, preload
 from motet.policies.cluster.rebalance import RebalanceConfig
-from motet.policies.step.merge_decision import MergeConfig, MergeCosts
+from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.policies.times.perf_model import Floats
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.shared.worker_options import WorkerOptions
@@ -278,8 +279,8 @@ def build(case: Case) -> Cluster:
     merging = None
     if system.merge is not None:
         costs = MergeCosts(switch_ms=SWITCH_MS, step_ms=29.0, row_ms=0.1 + 1e-9 * CONTEXT_TOKEN_PS * 500, lora=system.lora)
-        config = system.merge if isinstance(system.merge, MergeConfig) else None
-        merging = MergeInPlace(costs=costs, config=config, turn=system.turn)
+        policy = partial(Merging, config=system.merge) if isinstance(system.merge, MergeConfig) else always_merged
+        merging = MergeInPlace(costs=costs, policy=policy)
     spec = WorkerSpec(
         limits=LIMITS,
         perf=PERF,

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     requests: list[Request] = []
     for policy in policies:
         for moves in ("off", "on"):
-            variables = VARIABLES | {"MOTET_POLICY": policy, "MOTET_REBALANCE": moves}
+            variables = VARIABLES | {"MOTET_PLUGINS": "bench.rivals", "MOTET_POLICY": policy, "MOTET_REBALANCE": moves}
             with demo_mesh(variables, f"key-{TENANT} {TENANT} admin\n", workers=workers, module="bench.paced") as port:
                 wait_for(port, MODELS, HEADERS)
                 _pin(port, workers)

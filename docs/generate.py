@@ -106,7 +106,7 @@ def _options(options: list[Field]) -> list[str]:
             ]
         default = "required" if option.default is msgspec.NODEFAULT else f"`{option.default}`" if option.default != "" else ""
         text = option.description
-        if any(choice not in text for choice in option.choices):
+        if option.table is None and any(choice not in text for choice in option.choices):
             text += f" ({', '.join(filter(None, option.choices))})"
         rows.append(f"| `{option.flag}` | `{option.variable}` | {default} | {text.replace('|', '/')} |")
     return rows

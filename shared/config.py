@@ -28,6 +28,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import msgspec
 from msgspec import Meta
 
+from motet.shared.plugins import PluginError, import_plugins
+from motet.shared.tables import Table, UnknownName
+
 C = TypeVar("C", bound="Config")
 COMMON = {"help": "common"}
 """`Meta(extra=COMMON)`: `motet up --help` shows the option; it shows the others with --help-all."""
@@ -39,6 +42,14 @@ PER_PROCESS = {"help": "process"}
 
 class ConfigError(Exception):
     """A configuration value that cannot be used; the message names the flag, the variable and the reason."""
+
+
+def load_plugins(listed: str) -> None:
+    """Import the plug-ins of a comma-separated list. Raises ConfigError."""
+    try:
+        import_plugins(listed)
+    except PluginError as error:
+        raise ConfigError(f"--plugins: {error}") from error
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +116,13 @@ class ProcessConfig(Config, frozen=True, kw_only=True):
         "info"
     )
     log_json: Annotated[bool, Meta(description="log lines as JSON objects")] = False
+    plugins: Annotated[
+        str,
+        Meta(
+            description="Python modules or .py files to import at start, comma-separated: they add policies, engines, adapter"
+            " sources, kinds of requests or HTTP routes (docs/extending.md)"
+        ),
+    ] = ""
 
     def identity(self, kind: str) -> str:
         """This process's id: the configured one, or `<kind>-<random>`. Unusual characters of a host name become `-`."""
@@ -191,16 +209,26 @@ class Field(msgspec.Struct, frozen=True):
         return typing.get_args(self.hint)[0] if typing.get_origin(self.hint) is Annotated else self.hint
 
     @property
+    def table(self) -> Table[Any] | None:
+        """The table that has the things which the option can name."""
+        return next((part for part in getattr(self.hint, "__metadata__", ()) if isinstance(part, Table)), None)
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The values that the option can have, when they can be listed."""
+        if self.table is not None:
+            return tuple(self.table)
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
 
     def read(self, text: Any) -> Any:
         """The value of a flag or variable. Raises ConfigError with the flag's name."""
         try:
-            return msgspec.convert(text, self.hint, strict=False)
-        except msgspec.ValidationError as error:
+            value = msgspec.convert(text, self.hint, strict=False)
+            if self.table is not None:
+                self.table.named(value)
+        except (msgspec.ValidationError, UnknownName) as error:
             raise ConfigError(f"{self.flag}: {error}") from None
+        return value
 
 
 def fields(cls: type[Config]) -> list[Field]:
@@ -239,7 +267,10 @@ def load(cls: type[C], flags: Mapping[str, Any], environ: Mapping[str, str] = os
     """
     values: dict[str, Any] = {}
     unknown = set(flags)
-    for option in fields(cls):
+    options = fields(cls)
+    if any(option.name == "plugins" for option in options):
+        load_plugins(flags.get("plugins") or environ.get("MOTET_PLUGINS", ""))  # an option may name what they add
+    for option in options:
         unknown.discard(option.name)
         given = flags.get(option.name)
         if given is None:

@@ -10,8 +10,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-QueuesName = Literal["fcfs", "sjf", "static", "chameleon", "motet"]
-EvictionName = Literal["lru", "score", "fair-share", "gdsf", "next-use", "none"]
 ColdStartName = Literal["auto", "blocking", "layerwise", "assist"]
 _Count = Annotated[int, Meta(ge=1)]
 
@@ -24,9 +22,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_loras: _Count = 64
     """Adapters on the device at once."""
     prefix_cache: bool = False
-    queues: QueuesName = "fcfs"
-    eviction: EvictionName = "next-use"
-    """Of adapters on the device and in host memory."""
+    queues: str = "fcfs"
+    """A name of `policies.step.request_queues.QUEUES`."""
+    eviction: str = "next-use"
+    """Of adapters on the device and in host memory: a name of `policies.memory.eviction.EVICTIONS`."""
     prefetch: Annotated[int, Meta(ge=0)] = 0
     """Waiting requests whose adapters are copied before their turn."""
     foresight: bool = False

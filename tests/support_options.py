@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import msgspec
 
+import bench.rivals  # noqa: F401 (policies have another value to try)
 from motet.cli.options import config_of
 from motet.shared.config import Config, Field, fields
 
@@ -18,8 +19,8 @@ REQUIRED = {"model": "m"}
 def values(option: Field) -> tuple[str, str]:
     """Two different values in the form of the command line. Neither is the default."""
     bounds = [meta for meta in getattr(option.hint, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
-    if get_origin(option.type) is Literal:
-        others = [choice for choice in get_args(option.type) if choice != option.default]
+    if option.choices:
+        others = [choice for choice in option.choices if choice != option.default]
         return others[0], others[-1] if len(others) > 1 else str(option.default)
     if option.type is bool:
         return ("false", "true") if option.default else ("true", "false")
@@ -27,7 +28,9 @@ def values(option: Field) -> tuple[str, str]:
         least = max((meta.ge or meta.gt or 0 for meta in bounds), default=0)
         two = [n for n in (least + 1, least + 2, least + 3) if n != option.default]
         return str(two[0]), str(two[1])
-    return {"device": ("cpu", "cuda"), "assist_cores": ("0", "0,1")}.get(option.name, ("one", "two"))
+    return {"device": ("cpu", "cuda"), "assist_cores": ("0", "0,1"), "plugins": ("colorsys", "graphlib")}.get(
+        option.name, ("one", "two")
+    )
 
 
 def value_of(config: Config, option: Field) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from motet.policies.memory.host_tier import Load
 from motet.policies.memory.kv_travel import travel
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, extend_keys, steady_steps
-from motet.policies.step.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Modes
+from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging, Modes
 from motet.policies.step.merged_copy import MERGE, CopySlices
 from motet.policies.step.plan_numbers import count_plan
 from motet.policies.times.perf_model import MIB
@@ -83,18 +83,11 @@ class MergedCopyModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeInPlace:
-    """An engine that stops to merge an adapter into its only weights, as in the paper: for comparisons.
-
-    `config` None: it always merges one adapter, for `turn` steps in a row.
-    """
+    """An engine that stops to merge an adapter into its only weights, as in the paper: for comparisons."""
 
     costs: MergeCosts
-    config: MergeConfig | None = field(default_factory=MergeConfig)
-    turn: int = 300
-
-    def modes(self) -> Modes:
-        """The policy of one worker."""
-        return Merging(self.costs, self.config) if self.config is not None else AlwaysMerged(self.turn)
+    policy: Callable[[MergeCosts], Modes] = Merging
+    """Makes the policy of one worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +170,7 @@ class Worker:
             perf=spec.perf,
             layers=link.layers if link is not None else None,
             merging=spec.merging,
-            modes=spec.in_place.modes() if spec.in_place is not None else None,
+            modes=spec.in_place.policy(spec.in_place.costs) if spec.in_place is not None else None,
         )
         self._slices: CopySlices | None = None
         self._copied_ps, self._last_ps = 0, 0  # of the copy that is made; how long the last step took

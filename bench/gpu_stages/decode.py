@@ -17,8 +17,9 @@ from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.layers import WAYS, Finish, Layers, Start, Way, batched, einsum, grouped_mm, make_pool, occupy
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import adapter_bytes, projections
+from bench.rivals.triton_lora import mbgmv
 from motet.kernels import GROUPS, LoraPool
-from motet.kernels.triton import LoraBatch, baselines
+from motet.kernels.triton import LoraBatch
 from motet.kernels.triton.lora import LaunchPlan
 
 MODEL = "Llama-3.1-8B"
@@ -75,11 +76,11 @@ class Decode:
             "apart": lambda: ours("apart"),
             "beside": lambda: ours("beside"),
             "after": ours,
-            "mbgmv": lambda: batched(pool, baselines.mbgmv(pool, row_slot)),
+            "mbgmv": lambda: batched(pool, mbgmv(pool, row_slot)),
         }
         padded: dict[str, Callable[[], Launches]] = {
             "padded": ours,
-            "padded_bgmv": lambda: batched(pool, baselines.mbgmv(pool, row_slot)),
+            "padded_bgmv": lambda: batched(pool, mbgmv(pool, row_slot)),
             "grouped_mm": lambda: (None, grouped_mm(pool, own, row_slot)),
             "einsum": lambda: (None, einsum(pool, own, row_slot)),
         }

@@ -20,8 +20,9 @@ from bench.gpu_stages.layers import Layers, batched, make_pool, occupy
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import RANKS, projections, write_config
 from bench.live_worker import LiveWorker
+from bench.rivals.triton_lora import mbgmv
 from bench.watch import Watch
-from motet.kernels.triton import LoraBatch, baselines
+from motet.kernels.triton import LoraBatch
 from motet.policies.times.least_squares import not_negative, r_squared
 from motet.twin.workload import Workload
 
@@ -69,7 +70,7 @@ class Fits:
                 ("bgmv", np.full(slots, own[used].max()), [float(rows * own[used].max())]),
             ):
                 occupy(pool, ranks.tolist())
-                batch = LoraBatch.build(pool, row_slot) if name == "ours" else baselines.mbgmv(pool, row_slot)
+                batch = LoraBatch.build(pool, row_slot) if name == "ours" else mbgmv(pool, row_slot)
                 before, after = batched(pool, batch)
                 took_us = bed.replayed_us(partial(layers.step, x, before, after), 11)
                 seen[name].append((numbers, (took_us - base_us) / layers.layers))

@@ -13,8 +13,9 @@ import torch
 from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import projections
+from bench.rivals.triton_lora import mbgmv
 from motet.kernels import GROUPS, LoraPool, PackedLora
-from motet.kernels.triton import LoraBatch, add_lora, baselines, start_lora
+from motet.kernels.triton import LoraBatch, add_lora, start_lora
 from motet.kernels.triton.lora import LaunchPlan
 
 PLANS: tuple[LaunchPlan, ...] = ("decode", "prefill")
@@ -71,7 +72,7 @@ class Plans:
             batches = {plan: LoraBatch.build(pool, slots, plan), "reserved": LoraBatch.reserve(pool, rows, plan)}
             batches["reserved"].update(pool, slots)
             if plan == "decode":
-                batches["mbgmv"] = baselines.mbgmv(pool, slots)
+                batches["mbgmv"] = mbgmv(pool, slots)
             for group in self._bed.pick(tuple(GROUPS), ("o",)):
                 x, y, want = _formula(shapes, weights, slots, group, dtype, draw)
                 for name, batch in batches.items():

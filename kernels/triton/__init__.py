@@ -6,7 +6,6 @@ pointwise.py   norms, rotation and activation between a layer's products
 batch.py       a step's work list, once per batch
 lora.py        the plans, their launch constants, add_lora
 scatter.py     the pages of an adapter's layer to their places
-baselines.py   kernels to compare with: padded BGMV, per-token MBGMV
 """
 
 from motet.kernels.triton.lora import LoraBatch, add_lora, prepare, start_lora

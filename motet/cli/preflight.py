@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from motet.services.worker.config import EngineName
 from motet.services.worker.engines.model_config import quantization_of, read_model_config
 from motet.services.worker.engines.safetensors_files import files_of, opened
 from motet.services.worker.native.checkpoint import check_files
@@ -18,7 +17,7 @@ from motet.shared.hf_config import LENGTH_MAX, UnsupportedModel, read_config, si
 def preflight(
     model_dir: Path,
     *,
-    engine: EngineName = "native",
+    engine: str = "native",
     load_format: Literal["auto", "dummy"] = "auto",
     quantization: str = "none",
 ) -> list[str]:

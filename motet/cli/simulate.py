@@ -15,8 +15,13 @@ from numpy.random import Generator
 from rich.table import Table
 
 from motet.cli.chat import terminal
+from motet.cli.options import takes
 from motet.cli.progress import bar
 from motet.policies.cluster.dispatch import POLICIES
+from motet.policies.memory.eviction import EVICTIONS
+from motet.policies.step.request_queues import QUEUES
+from motet.shared import tables
+from motet.shared.config import ConfigError, ProcessConfig, ServiceConfig, load
 from motet.shared.model import Slo
 from motet.shared.scheduler_options import SchedulerOptions
 from motet.shared.worker_options import WorkerOptions
@@ -72,6 +77,7 @@ SETS: dict[str, type[WorkerOptions | SchedulerOptions]] = {
     for field in msgspec.structs.fields(kind)
     if field.name not in ("policy", "admission")  # options of their own
 }
+TABLES: dict[str, tables.Table[Any]] = {"queues": QUEUES, "eviction": EVICTIONS}
 POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 
 
@@ -119,9 +125,10 @@ POSITIVE = Number(min=0.0, min_open=True, max=1e9)
     multiple=True,
     help=f"Change an option of the workers or the schedulers: {', '.join(SETS)} (repeatable), e.g. queues=chameleon.",
 )
+@takes(ServiceConfig, "plugins")
 @click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Number of workers.")
 @click.option(
-    "--policy", "policies", type=click.Choice(sorted(POLICIES)), multiple=True, help="Scheduling policy (repeat to compare)."
+    "--policy", "policies", multiple=True, help="Scheduling policy (repeat to compare); --plugins adds more.  [default: motet]"
 )
 @click.option(
     "--admission",
@@ -136,18 +143,23 @@ POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--html", "page", type=NEW, help="Write a report with plots; needs the extra `plots`.")
 @click.option("--save-trace", type=NEW, help="Write the workload to a file for --trace.")
-def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies: tuple[str, ...], **options: Any) -> None:
+def simulate(
+    as_json: bool, page: Path | None, save_trace: Path | None, policies: tuple[str, ...], plugins: str | None, **options: Any
+) -> None:
     """Simulate a cluster under a workload with the live scheduling and batching code.
 
     Prints attainment of objectives, latencies and throughput for each --policy. Without files the workload is generated.
 
     \b
       motet simulate --workers 4 --rate 12 --adapters 500 --html report.html
-      motet simulate --workers 60 --rate 340 --policy motet --policy most-idle --policy random
+      motet simulate --workers 60 --rate 340 --policy motet --policy mine --plugins ./my_policy.py
       motet simulate --trace recorded.jsonl --profile worker.json --json
     """
     html = _report() if page is not None else None
     try:
+        load(ProcessConfig, {"plugins": plugins})
+        for name in policies:
+            named("--policy", POLICIES, name)
         profile = read_profile(options["profile"]) if options["profile"] else a10_llama2_7b()
         profile = msgspec.structs.replace(profile, engine=changed(profile.engine, options["changes"]))
         options["scheduler"] = changed(SchedulerOptions(admission=options["admission"]), options["changes"])
@@ -155,7 +167,7 @@ def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies
         results = [run(name, workload, profile, options) for name in policies or ("motet",)]
         if save_trace is not None:
             write_trace(save_trace, workload)
-    except (FileError, ValueError) as error:
+    except (ConfigError, FileError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     if page is not None and html is not None:
         page.write_text(html("Motet simulation", describe(workload, profile, options), results), encoding="utf-8")
@@ -178,14 +190,24 @@ def _report() -> Callable[[str, str, Sequence[Result]], str]:
 Options = TypeVar("Options", WorkerOptions, SchedulerOptions)
 
 
+def named(option: str, table: tables.Table[Any], name: str) -> None:
+    """Check that a table has what an option names. Raises UsageError."""
+    try:
+        table.named(name)
+    except tables.UnknownName as error:
+        raise click.UsageError(f"{option}: {error}") from None
+
+
 def changed(options: Options, changes: Sequence[str]) -> Options:
-    """The options with those of `--set` that are theirs. Raises ClickException naming the option and the reason."""
+    """The options with those of `--set` that are theirs. Raises UsageError naming the option and the reason."""
     given: dict[str, Any] = {}
     for name, _, value in (change.partition("=") for change in changes):
         if name not in SETS:
-            raise click.ClickException(f"--set {name}: there is no such option; one of {', '.join(SETS)}")
+            raise click.UsageError(f"--set {name}: there is no such option; one of {', '.join(SETS)}")
         if SETS[name] is not type(options):
             continue
+        if name in TABLES:
+            named(f"--set {name}", TABLES[name], value)
         kind = get_type_hints(type(options))[name]
         given[name] = {"on": "true", "off": "false"}.get(value, value) if kind is bool else value
         try:
@@ -193,7 +215,7 @@ def changed(options: Options, changes: Sequence[str]) -> Options:
         except msgspec.ValidationError as error:
             choices = "on, off" if kind is bool else ", ".join(get_args(kind))
             reason = f"one of {choices}" if choices else str(error).partition(" - at")[0]
-            raise click.ClickException(f"--set {name}={value}: {reason}") from None
+            raise click.UsageError(f"--set {name}={value}: {reason}") from None
     return msgspec.convert(msgspec.to_builtins(options) | given, type(options), strict=False)
 
 

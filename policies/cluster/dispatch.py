@@ -1,8 +1,9 @@
 """The scheduling decision: finds candidates, then applies the policy that the scheduler's configuration names.
 
 motet          the least cost for all requests, the new one included, under all objectives     (policies/cluster/shared_cost)
-rank-aware     CaraServe's Algorithm 1, exactly                                                (policies/cluster/rank_aware)
-random, first-fit, most-idle, least-pending, lora-affinity, round-robin                         (policies/cluster/baselines)
+
+Others to compare with, such as CaraServe's Algorithm 1, are in bench/rivals. Plug-ins add their own to `POLICIES`
+(docs/extending.md).
 
 Admission applies on top of any policy (policies/cluster/objectives). With "objective", only workers that are expected to meet
 the request's objectives may take it; without one it is refused with the time until one may. With "room", every candidate may
@@ -17,23 +18,15 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from motet.policies.cluster import baselines, objectives, rank_aware, shared_cost
+from motet.policies.cluster import objectives, shared_cost
 from motet.policies.cluster.candidates import Ask, Screening, candidates, lacking, screen
 from motet.policies.cluster.choice import Choose
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.objectives import Admission
 from motet.policies.times.perf_model import decode_ms, prefill_ms
+from motet.shared.tables import Table
 
-POLICIES: dict[str, Callable[[], Choose]] = {
-    "motet": lambda: shared_cost.choose,
-    "rank-aware": lambda: rank_aware.choose,
-    "random": lambda: baselines.random,
-    "first-fit": lambda: baselines.first_fit,
-    "most-idle": lambda: baselines.most_idle,
-    "least-pending": lambda: baselines.least_pending,
-    "lora-affinity": lambda: baselines.lora_affinity,
-    "round-robin": baselines.RoundRobin,
-}
+POLICIES: Table[Callable[[], Choose]] = Table({"motet": lambda: shared_cost.choose})
 """Constructors of the policies; every scheduler makes its own."""
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0

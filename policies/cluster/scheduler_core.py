@@ -26,7 +26,7 @@ class SchedulerCore:
         self.options, self.state = options, state
         self.placing = Placing()
         self._demand = Demand()
-        self._choose = choose or POLICIES[options.policy]()
+        self._choose = choose or POLICIES.named(options.policy)()
 
     @property
     def rebalance(self) -> RebalanceConfig:

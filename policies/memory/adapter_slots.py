@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
-from motet.policies.memory.eviction import Eviction, Lru
+from motet.policies.memory.eviction import Eviction, NextUse
 from motet.policies.memory.worth import Reuse
 
 
@@ -43,7 +43,7 @@ class AdapterSlots:
         self.clock = 0
         """The time of `reuse`: admissions so far, set by the owner."""
         self._residents: dict[str, _Resident] = {}
-        self.eviction: Eviction = eviction or Lru()
+        self.eviction: Eviction = eviction or NextUse()
         self.waited: Callable[[], Collection[str]] = tuple
         """Returns the adapters that waiting requests need; these are evicted after the others."""
         self.pinned: Collection[str] = ()

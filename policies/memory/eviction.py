@@ -4,28 +4,24 @@ A tier tells its eviction policy when adapters are used, released or removed, an
 is needed. One instance belongs to one tier. Adapters in use are never in the order. Adapters that queued requests need come
 after the others, and pinned ones last (`AdapterSlots.victims`). No adapter is exempt, so no request waits for ever.
 
-    lru          least recently released
-    score        .45 F + .10 R + .45 S, the lowest first (Chameleon section 4.2): keeps what is used often and large
-    fair-share   the same with equal weights (section 5.3)
-    gdsf         F * cost / bytes + age (Greedy Dual Size Frequency): the age is the value of the last victim
     next-use     P(the next request is for it) * cost / bytes: seconds of copying that keeping a byte is expected to save
-    none         nothing is kept that no request runs with or waits for (S-LoRA)
+    gdsf         F * cost / bytes + age (Greedy Dual Size Frequency): the age is the value of the last victim
+
+Others to compare with are in bench/rivals. Plug-ins add their own to `EVICTIONS` (docs/extending.md).
 
 Times are seconds on the clock of `now_s`, which the tier's owner sets.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from motet.policies.memory.next_request import NextRequest
-from motet.shared.worker_options import EvictionName
+from motet.shared.tables import Table
 
-REFRESH_S = 300.0
-"""T_refresh: uses before that count no more."""
 Cost = Callable[[str, int], float]
 """Seconds to bring an adapter of so many bytes back, from the tier that it would come from."""
 
@@ -53,43 +49,8 @@ class Eviction(Protocol):
         """Idle adapters in the order of eviction. The caller may remove each during the iteration."""
 
 
-class Lru:
-    """The least recently released adapter is evicted first."""
-
-    keeps = True
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._idle: OrderedDict[str, None] = OrderedDict()
-
-    def use(self, digest: str, size_bytes: int) -> None:
-        """An adapter in use is not evicted."""
-        self._idle.pop(digest, None)
-
-    def come(self, digest: str, size_bytes: int) -> None:
-        """Once released, the adapter is evicted after all others."""
-
-    def release(self, digest: str) -> None:
-        """The adapter goes to the end of the order."""
-        self._idle[digest] = None
-
-    def forget(self, digest: str) -> None:
-        """The adapter has left the tier."""
-        self._idle.pop(digest, None)
-
-    def __iter__(self) -> Iterator[str]:
-        """Least recently released first."""
-        return iter([*self._idle])
-
-
-class KeepNothing(Lru):
-    """Adapters are evicted as soon as no request runs with them or waits for them."""
-
-    keeps = False
-
-
 @dataclass(eq=False)
-class _Ranked:
+class Ranked:
     """Idle adapters by a value that subclasses define.
 
     The lowest value is evicted first; of equal ones the least recently released.
@@ -129,70 +90,7 @@ class _Ranked:
 
 
 @dataclass(eq=False)
-class Score(_Ranked):
-    """Chameleon's score (section 4.2), each term over its maximum among the residents.
-
-    Frequency is the number of uses within `refresh_s`; recency falls from 1 for an adapter used just now to 0 for the one used
-    longest ago; size is in bytes.
-    """
-
-    frequency: float = 0.45
-    recency: float = 0.10
-    size: float = 0.45
-    refresh_s: float = REFRESH_S
-    _uses: deque[tuple[float, str]] = field(default_factory=deque)
-    _counts: Counter[str] = field(default_factory=Counter)
-    _used_s: dict[str, float] = field(default_factory=dict)  # when each adapter in the tier was last used
-
-    def use(self, digest: str, size_bytes: int) -> None:
-        """Count the use."""
-        super().use(digest, size_bytes)
-        self._used_s[digest] = self.now_s
-        self._uses.append((self.now_s, digest))
-        self._counts[digest] += 1
-
-    def come(self, digest: str, size_bytes: int) -> None:
-        """Counts no use, but makes the adapter as recent as one that was used just now."""
-        super().come(digest, size_bytes)
-        self._used_s[digest] = self.now_s
-
-    def release(self, digest: str) -> None:
-        """The adapter was in use until now."""
-        super().release(digest)
-        self._used_s[digest] = self.now_s
-
-    def forget(self, digest: str) -> None:
-        """The adapter has left the tier. Its uses stay counted."""
-        super().forget(digest)
-        self._used_s.pop(digest, None)
-
-    def __iter__(self) -> Iterator[str]:
-        """The least valuable first, by terms that change when an adapter leaves."""
-        passed: set[str] = set()
-        while following := [digest for digest in super().__iter__() if digest not in passed]:
-            passed.add(following[0])
-            yield following[0]
-
-    def values(self) -> dict[str, float]:
-        counts, uses = self._counts, self._uses
-        while uses and uses[0][0] < self.now_s - self.refresh_s:
-            _, digest = uses.popleft()
-            counts[digest] -= 1
-            if not counts[digest]:
-                del counts[digest]
-        most = max((counts[digest] for digest in self._sizes), default=0) or 1
-        largest = max(self._sizes.values(), default=0) or 1
-        oldest_s = max(self.now_s - min(self._used_s.values(), default=0.0), 1e-9)
-
-        def value(digest: str) -> float:
-            recency = 1 - (self.now_s - self._used_s[digest]) / oldest_s
-            return self.frequency * counts[digest] / most + self.recency * recency + self.size * self._sizes[digest] / largest
-
-        return {digest: value(digest) for digest in self._idle}
-
-
-@dataclass(eq=False)
-class Gdsf(_Ranked):
+class Gdsf(Ranked):
     """Greedy Dual Size Frequency: uses * cost / bytes, plus the value of the last evicted adapter at the last use."""
 
     cost: Cost = lambda digest, size_bytes: 1.0
@@ -222,7 +120,7 @@ class Gdsf(_Ranked):
 
 
 @dataclass(eq=False)
-class NextUse(_Ranked):
+class NextUse(Ranked):
     """The value is the expected copying time saved by the next request, per byte: P(it is for this adapter) * cost / bytes.
 
     An adapter that came before its request has the value of one used once more.
@@ -260,18 +158,12 @@ class NextUse(_Ranked):
         return values
 
 
-def make_eviction(name: EvictionName, cost: Cost = lambda digest, size_bytes: 1.0 + size_bytes) -> Eviction:
-    """The policy of this name for one tier. The default `cost` of a copy is its bytes plus a constant per copy."""
-    match name:
-        case "lru":
-            return Lru()
-        case "score":
-            return Score()
-        case "fair-share":
-            return Score(frequency=1 / 3, recency=1 / 3, size=1 / 3)
-        case "gdsf":
-            return Gdsf(cost=cost)
-        case "next-use":
-            return NextUse(cost=cost)
-        case "none":
-            return KeepNothing()
+EVICTIONS: Table[Callable[[Cost], Eviction]] = Table(
+    {"next-use": lambda cost: NextUse(cost=cost), "gdsf": lambda cost: Gdsf(cost=cost)}
+)
+"""Makes the eviction of one tier, given what it costs to bring an adapter back."""
+
+
+def make_eviction(name: str, cost: Cost = lambda digest, size_bytes: 1.0 + size_bytes) -> Eviction:
+    """The eviction with this name for one tier. The default cost is an adapter's bytes plus a constant. Raises UnknownName."""
+    return EVICTIONS.named(name)(cost)

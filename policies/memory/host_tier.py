@@ -25,7 +25,6 @@ from typing import Generic, Literal, TypeVar
 
 from motet.policies.memory.eviction import Eviction, make_eviction
 from motet.shared.model import AdapterRef, Tier
-from motet.shared.worker_options import EvictionName
 
 LOADS_AT_ONCE = 4
 DISK_S, DISK_BYTES_PER_S = 0.001, 2e9
@@ -89,7 +88,7 @@ class HostTier(Generic[H]):
         disk_bytes: int | None,
         *,
         files: Iterable[tuple[str, int]] = (),
-        eviction: EvictionName = "lru",
+        eviction: str = "next-use",
     ) -> None:
         self.host_bytes, self.disk_bytes = host_bytes, disk_bytes
         self.eviction: Eviction = make_eviction(eviction, self.reload_s)

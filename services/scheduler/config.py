@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from motet.policies.cluster.dispatch import POLICIES
 from motet.shared.config import EXPERT, ServiceConfig
 from motet.shared.scheduler_options import AdmissionName, SchedulerOptions
 
@@ -14,12 +15,9 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     """The scheduling policy, and how long the scheduler waits for predictors and workers."""
 
     policy: Annotated[
-        Literal["motet", "rank-aware", "random", "first-fit", "most-idle", "least-pending", "lora-affinity", "round-robin"],
-        Meta(
-            description="scheduling policy: motet (its own); rank-aware (CaraServe's Algorithm 1); or one to compare with: "
-            "random, first-fit, most-idle, least-pending, lora-affinity, round-robin",
-            extra=EXPERT,
-        ),
+        str,
+        POLICIES,
+        Meta(description="scheduling policy: motet (its own), or one that --plugins adds", extra=EXPERT),
     ] = "motet"
     admission: Annotated[
         AdmissionName,

@@ -91,7 +91,7 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decision]]:
     setup = next(logged, None)
     if not isinstance(setup, Setup):
         raise ValueError(f"{path.name}: record 1 is not a scheduler's set-up")
-    cluster, choose = setup.cluster(), POLICIES[setup.policy]()
+    cluster, choose = setup.cluster(), POLICIES.named(setup.policy)()
     for record in logged:
         match record:
             case Decided():

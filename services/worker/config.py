@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from motet.policies.memory.eviction import EVICTIONS
 from motet.policies.step.cold_start import ColdStartName
+from motet.policies.step.request_queues import QUEUES
 from motet.shared.adapter_blob import PAGE_RANKS, pages_for
 from motet.shared.config import (
     COMMON,
@@ -21,20 +23,19 @@ from motet.shared.config import (
     MaxLoraRank,
     ServiceConfig,
 )
-from motet.shared.worker_options import EvictionName, QueuesName, WorkerOptions
+from motet.shared.tables import Table
+from motet.shared.worker_options import WorkerOptions
 
-ENGINES: dict[str, str] = {
-    "native": "motet.services.worker.native.opening:open_native",
-    "vllm": "motet.services.worker.vllm_engine.opening:open_vllm",
-}
+ENGINES: Table[str] = Table(
+    {
+        "native": "motet.services.worker.native.opening:open_native",
+        "vllm": "motet.services.worker.vllm_engine.opening:open_vllm",
+    }
+)
 """The engines by the names that `--engine` takes, each with the function that opens it (`engines.opening.OpenEngine`).
 
 The functions are named, not imported, so that a worker imports the engine that it runs and no other.
 """
-if TYPE_CHECKING:
-    EngineName = str
-else:  # a type checker wants the names written out
-    EngineName = Literal[tuple(ENGINES)]
 GIB = 1 << 30
 MIB = 1 << 20
 CPU_KV_GIB = 1.0
@@ -47,7 +48,8 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     """How the model is held and computed."""
 
     engine: Annotated[
-        EngineName,
+        str,
+        ENGINES,
         Meta(description="what runs the model: native (Motet's own engine) or vllm (where vLLM is installed)", extra=COMMON),
     ] = "native"
     engine_args: Annotated[
@@ -117,11 +119,11 @@ class BatchConfig(Config, frozen=True, kw_only=True):
         int, Meta(ge=0, description="maximum prompt plus output tokens; 0: the model's own limit", extra=COMMON)
     ] = 0
     queues: Annotated[
-        QueuesName,
+        str,
+        QUEUES,
         Meta(
             description="order of waiting requests: fcfs (by priority, TTFT objective and arrival), motet (also by size, recent"
-            " service of the tenant and the adapter, and whether the adapter is in use), chameleon (queues by size with"
-            " quotas), static (four fixed queues), sjf (shortest predicted output first)",
+            " service of the tenant and the adapter, and whether the adapter is in use), or one that --plugins adds",
             extra=EXPERT,
         ),
     ] = "fcfs"
@@ -184,11 +186,12 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         Meta(ge=1, description="maximum size of --adapter-cache-dir in MiB; the least recently used adapter is evicted first"),
     ] = 8192
     adapter_eviction: Annotated[
-        EvictionName,
+        str,
+        EVICTIONS,
         Meta(
             description="which idle adapter is evicted first from full memory: next-use (least likely to be requested next,"
-            " weighted by copying time per byte), gdsf (least frequent, weighted in the same way, with aging), lru, score"
-            " (Chameleon's), fair-share, none (idle adapters are not kept)",
+            " weighted by copying time per byte), gdsf (least frequent, weighted in the same way, with aging), or one that"
+            " --plugins adds",
             extra=EXPERT,
         ),
     ] = "next-use"

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from bench.rivals.triton_lora import mbgmv, padded
 from motet.kernels import GROUPS, LoraPool
-from motet.kernels.triton import LoraBatch, add_lora, baselines, prepare, start_lora
+from motet.kernels.triton import LoraBatch, add_lora, prepare, start_lora
 from motet.kernels.triton import lora as launches
 from motet.kernels.triton.lora import LaunchPlan
 from tests.kernels.test_lora import (
@@ -190,18 +191,18 @@ def test_preparing_runs_every_kernel_of_serving_once_and_reads_no_weight(monkeyp
     assert torch.equal(pool.arena.view(torch.int32), before.view(torch.int32))
 
 
-def test_the_baselines_compute_the_same() -> None:
+def test_the_kernels_to_compare_with_compute_the_same() -> None:
     pool, held = gpu_pool((8, 24))
     slots = np.array([0, 1, 1, -1, 0], dtype=np.int32)
-    batch = baselines.mbgmv(pool, slots)
+    batch = mbgmv(pool, slots)
     assert batch.packed.parts["o"].segments[:, 3].tolist() == [1, 1, 1, 1]
     assert_follows_the_formula(pool, held, slots, batch, "o")
     grown = make_pool()
     for slot, adapter in held.items():
-        load(grown, slot, baselines.padded(adapter, 40))
+        load(grown, slot, padded(adapter, 40))
     grown.arena = grown.arena.to(DEVICE)
     assert (grown.pages[:2] == 5).all()
-    assert_follows_the_formula(grown, held, slots, baselines.mbgmv(grown, slots), "o")
+    assert_follows_the_formula(grown, held, slots, mbgmv(grown, slots), "o")
 
 
 def test_a_row_that_names_an_empty_slot_is_refused() -> None:

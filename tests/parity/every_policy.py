@@ -13,18 +13,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from bench.rivals import EVICTIONS, QUEUES
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.merging import MergedWeights
-from motet.shared.worker_options import EvictionName, QueuesName
 from motet.twin.link import LinkModel
 from motet.twin.worker import MergedCopyModel
 from motet.twin.workload import Workload
@@ -47,8 +47,8 @@ PAYS = MergeCosts(switch_ms=0.0, step_ms=1.0, row_ms=0.0, lora=1.0)
 class Setting(NamedTuple):
     """One comparison. `shared`: KV blocks and adapters share the device's memory; `merge`: adapters are merged."""
 
-    queues: QueuesName
-    eviction: EvictionName
+    queues: str
+    eviction: str
     shared: bool
     merge: bool
     seed: int
@@ -57,9 +57,7 @@ class Setting(NamedTuple):
 def settings() -> Iterator[Setting]:
     """Every setting. On a CPU a merged copy needs shared memory."""
     memory = ((False, False), (True, False), (True, True))
-    for queues, eviction, (shared, merge), seed in itertools.product(
-        get_args(QueuesName), get_args(EvictionName), memory, SEEDS
-    ):
+    for queues, eviction, (shared, merge), seed in itertools.product(QUEUES, EVICTIONS, memory, SEEDS):
         yield Setting(queues, eviction, shared, merge, seed)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from bench.rivals.queues import SizeQueues
 from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.step.engine_entry import TURN, EngineEntry, Entrant, EntryLimits
-from motet.policies.step.request_queues import SizeQueues
 
 
 def entry(seats: int = 2, slots: int = 1, max_bypass: int = 64) -> EngineEntry[Entrant]:

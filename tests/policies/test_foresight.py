@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from bench.rivals import EVICTIONS
 from motet.policies.memory.adapter_slots import AdapterSlots
-from motet.policies.memory.eviction import EvictionName, make_eviction
+from motet.policies.memory.eviction import make_eviction
 from motet.policies.memory.host_tier import Evict, HostTier, Load
 from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.step.batch_admission import AdmissionLimits, Sequence, StepPlan
@@ -82,9 +83,8 @@ def idle(slots: AdapterSlots, *digests: str) -> None:
 
 
 def test_a_foreseen_adapter_takes_room_from_those_named_and_not_from_pinned_or_waited_ones() -> None:
-    for name in ("lru", "score", "fair-share", "gdsf", "next-use"):
-        kind: EvictionName = name  # type: ignore[assignment]
-        slots = AdapterSlots(4, 4 * SIZE, eviction=make_eviction(kind))
+    for name in EVICTIONS.keys() - {"none"}:
+        slots = AdapterSlots(4, 4 * SIZE, eviction=make_eviction(name))
         idle(slots, *"abcd")
         slots.pinned, slots.waited = {"a"}, lambda: {"b"}
         assert slots.foresee("x", SIZE, []) is None and slots.foresee("x", SIZE, ["a", "b"]) is None

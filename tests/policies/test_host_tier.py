@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from motet.policies.memory.eviction import Lru
+from bench.rivals.evictions import Lru
 from motet.policies.memory.host_tier import LOADS_AT_ONCE, Evict, Forget, HostTier, Load, TierAction
 from motet.shared.model import AdapterRef
 
@@ -26,7 +26,7 @@ def size_of(digest: str) -> int:
 
 def tier_with(room: int, *held: str, disk_bytes: int | None = None) -> HostTier[str]:
     """A tier in which `held` were loaded and are held once each."""
-    tier: HostTier[str] = HostTier(room, disk_bytes)
+    tier: HostTier[str] = HostTier(room, disk_bytes, eviction="lru")
     for digest in held:
         assert not tier.hold(ref(digest), f"first-{digest}")
         assert tier.take_actions() == [Load(ref(digest), "store")]

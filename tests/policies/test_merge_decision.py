@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from math import inf
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from motet.policies.step.merge_decision import (
     MAX_KNOWN,
-    AlwaysMerged,
     MergeConfig,
     MergeCosts,
     Merging,
@@ -264,33 +262,6 @@ def test_a_switch_that_does_not_pay_back_within_the_period_counts_against_mergin
     for _ in range(51):
         step(one, {"a": 8, "b": 2})
     assert one.alpha > 0.9
-
-
-def test_always_merged_gives_every_adapter_its_turn() -> None:
-    one, draw = AlwaysMerged(turn=10), random.Random(0)
-    here, computed = {"": 3, "a": 9, "b": 1}, {"": 0, "a": 0, "b": 0}
-    for _ in range(300):
-        mode = one.choose(here, here, 100)
-        assert mode.only is not None and len(mode.only) == 1
-        (only,) = mode.only
-        assert mode.merged == only
-        computed[only] += 1
-        one.ran(draw.choice((1, 1, 2)))
-    assert min(computed.values()) > 50
-
-
-def test_always_merged_ends_a_turn_after_its_steps_and_not_before() -> None:
-    one = AlwaysMerged(turn=3)
-
-    def merged(here: dict[str, int], steps: int) -> str:
-        modes = []
-        for _ in range(steps):
-            modes.append(one.choose(here, here, 100).merged)
-            one.ran(1)
-        return "".join(modes)
-
-    assert merged({"a": 1, "b": 9}, steps=8) == "aaabbbaa"
-    assert merged({"b": 9}, steps=5) == "bbbbb", "a turn ends early when its adapter has no requests"
 
 
 # ---- where a copy of the weights is made beside the steps

@@ -6,9 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from bench.rivals import POLICIES
 from motet.policies.cluster import objectives
 from motet.policies.cluster.cluster_state import ClusterState
-from motet.policies.cluster.dispatch import POLICIES, Decision, decide
+from motet.policies.cluster.dispatch import Decision, decide
 from motet.shared.model import RequestBrief
 from tests.policies.test_dispatch import ask, cluster
 from tests.support_worker import PERF, worker_limits

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from motet.policies.step.merge_decision import MergeConfig, MergeCosts
+from bench.rivals.merging import AlwaysMerged
+from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.twin.metrics import Latencies
 from motet.twin.steps import A10_MBGMV, LoraShare, PerfSteps
 from motet.twin.worker import MergeInPlace, WorkerSpec
@@ -20,7 +22,8 @@ COSTS = MergeCosts(switch_ms=50.0, step_ms=A10_MBGMV.decode_base_ms, row_ms=0.0,
 
 def merging(config: MergeConfig | None = MergeConfig(), **options: object) -> WorkerSpec:  # noqa: B008 (frozen)
     base = spec(**options)  # type: ignore[arg-type]
-    return replace(base, steps=einsum(), in_place=MergeInPlace(costs=COSTS, config=config, turn=50))
+    policy = partial(Merging, config=config) if config is not None else lambda _: AlwaysMerged(turn=50)
+    return replace(base, steps=einsum(), in_place=MergeInPlace(costs=COSTS, policy=policy))
 
 
 def einsum() -> LoraShare:

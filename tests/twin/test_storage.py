@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import bench.rivals  # noqa: F401 (lru)
 from motet.policies.memory.host_tier import LOADS_AT_ONCE, HostTier, Load
 from motet.shared.model import AdapterRef
 from motet.twin.events import PS_PER_MS, Events
@@ -19,7 +20,7 @@ class Host:
     """The host tier of `policies` over the twin's links, without a worker around them."""
 
     def __init__(self, model: StorageModel, events: Events) -> None:
-        self.tier: HostTier[Callable[[], None]] = HostTier(model.host_bytes, model.disk_bytes)
+        self.tier: HostTier[Callable[[], None]] = HostTier(model.host_bytes, model.disk_bytes, eviction="lru")
         self.storage = Storage(model, events, self._loaded)
 
     def acquire(self, adapter: AdapterRef, ready: Callable[[], None]) -> bool:

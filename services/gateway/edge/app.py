@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version as installed_version
 from typing import Any, Literal
 
@@ -42,6 +42,8 @@ STATUS_TIMEOUT_S = 2.0
 PLAN_TIMEOUT_S = 15.0  # a scheduler's first plan loads the solver
 REASONS_HIDDEN = "the reasons are shown to an API key with the role admin"
 VERSION = installed_version("motet")
+ROUTES: list[Callable[[APIRouter, Gateway], None]] = [adapters_api.add_routes, keys_api.add_routes]
+"""What adds routes that ask for an API key, if keys are used. Plug-ins add theirs (docs/extending.md)."""
 
 
 # in one piece: a list of routes
@@ -127,8 +129,8 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     front.add_routes(app.router, gateway, VERSION)
     openapi.add_routes(app.router, config, VERSION, keyless=not gateway.keys.required)
-    adapters_api.add_routes(api, gateway)
-    keys_api.add_routes(api, gateway)
+    for add_routes in ROUTES:
+        add_routes(api, gateway)
     app.include_router(api)
 
     origins = _words(config.http.allowed_origins)

@@ -65,5 +65,5 @@ class OpenEngine(Protocol):
 
 def open_engine(config: WorkerConfig, model_dir: Path, wiring: Wiring) -> Opened:
     """Open the engine that `--engine` names, for the model in `model_dir`. Raises what its function raises."""
-    opening: OpenEngine = resolve_name(ENGINES[config.engine.engine])
+    opening: OpenEngine = resolve_name(ENGINES.named(config.engine.engine))
     return opening(config, model_dir, wiring)

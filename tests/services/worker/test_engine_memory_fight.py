@@ -9,13 +9,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
-from motet.policies.memory.eviction import EvictionName
-from motet.policies.step.request_queues import QueuesName
+from bench.rivals import EVICTIONS, QUEUES
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.model_config import read_model_config
 from motet.services.worker.engines.request import EngineRequest
@@ -72,7 +71,7 @@ def burst(draw: random.Random, bed: Bed) -> list[EngineRequest]:
 
 
 def tight_engine(
-    draw: random.Random, bed: Bed, eviction: EvictionName, queues: QueuesName, *, kernels: Literal["cpu", "reference"] = "cpu"
+    draw: random.Random, bed: Bed, eviction: str, queues: str, *, kernels: Literal["cpu", "reference"] = "cpu"
 ) -> Engine:
     """An engine with room for little more than one long sequence and one large adapter."""
     return make_engine(
@@ -149,10 +148,10 @@ def fight(engine: Engine, requests: list[EngineRequest], adapters: list[HostAdap
     return found
 
 
-@pytest.mark.parametrize("eviction", get_args(EvictionName))
-def test_when_kv_and_adapters_fight_for_memory_no_request_fails_and_outputs_stay(bed: Bed, eviction: EvictionName) -> None:
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_when_kv_and_adapters_fight_for_memory_no_request_fails_and_outputs_stay(bed: Bed, eviction: str) -> None:
     fights = []
-    for queues in get_args(QueuesName):
+    for queues in QUEUES:
         draw = random.Random(f"{eviction} {queues}")
         requests = burst(draw, bed)
         roomy = run(make_engine(bed.model_dir), requests)

@@ -1,4 +1,4 @@
-"""The two batched LoRA kernels of the field's performance models (CaraServe, arXiv 2401.11240, section 5), as baselines.
+"""The two batched LoRA kernels of the field's performance models (CaraServe, arXiv 2401.11240, section 5), to compare with.
 
 Both treat every row for itself, so rows that share an adapter read it again each time:
 
@@ -6,7 +6,7 @@ Both treat every row for itself, so rows that share an adapter read it again eac
   rows * max(rank);
 - MBGMV (S-LoRA): every row at its adapter's own rank; cost grows with the sum of the rows' ranks.
 
-They share the kernels of this package; what makes them baselines is the work list (one row per group) and the storage.
+They share Motet's kernels; what differs is the work list (one row per group) and the storage.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ import time
 import msgspec
 import pytest
 
-from motet.policies.cluster import rank_aware
+from bench.rivals import rank_aware
+from bench.rivals.rank_aware import PENALTY_MS
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.dispatch import Decision, decide, seconds_until_room
-from motet.policies.cluster.rank_aware import PENALTY_MS
 from motet.policies.cluster.worker_load import tokens_to_prefill
 from motet.policies.times.perf_model import decode_ms, lora_load, prefill_ms
 from motet.shared.model import PerfModel
