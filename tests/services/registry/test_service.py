@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from motet.services.registry import claims as registry_store
 from motet.services.registry import service as registry_service
-from motet.services.registry import store as registry_store
 from motet.services.registry.hub import HubSource
 from motet.services.registry.store import check_name
 from motet.shared import subjects
