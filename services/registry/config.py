@@ -53,7 +53,7 @@ class SourcesConfig(Config, frozen=True, kw_only=True):
     ] = 300.0
     source_modules: Annotated[
         str,
-        Meta(description="Python modules to import at start, which add sources of adapters (docs/sources.md); comma-separated"),
+        Meta(description="Python modules to import at start, which add sources of adapters; comma-separated"),
     ] = ""
 
     @property

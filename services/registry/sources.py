@@ -4,7 +4,7 @@
     hub      a repository of a Hugging Face hub
     upload   an archive that a gateway has put into the uploads bucket
 
-A module of --source-modules adds another kind, which clients then name as `"source": "s3:<location>"` (docs/sources.md):
+A module of --source-modules adds another kind, which clients then name as `"source": "s3:<location>"` (docs/operations.md):
 
     class Bucket(Source):
         remote = True

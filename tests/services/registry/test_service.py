@@ -444,7 +444,7 @@ async def test_the_adapters_directory_is_registered_at_start_and_again_when_it_c
 async def test_a_stuck_hub_does_not_hold_up_local_adapters(client: Client, roots: Path, monkeypatch: pytest.MonkeyPatch):
     release = asyncio.Event()
 
-    async def hang(*_: object) -> None:
+    async def hang(*_: object, **__: object) -> None:
         await release.wait()
 
     monkeypatch.setattr(HubSource, "fetch", hang)
