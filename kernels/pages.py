@@ -94,11 +94,6 @@ class PagedRange:
         self.address = self._driver.reserve(count * size)
         self.expect(0, 1)  # for good: libraries ask the driver whose memory it is that begins here
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Of physical pages."""
-        return len(self._behind) * self._pages.page_bytes
-
     def tensor(self) -> torch.Tensor:
         """uint8 [nbytes]. Only bytes in use may be touched. The range goes with the last tensor over its storage."""
         return self._driver.tensor(self, self.address, self.nbytes)

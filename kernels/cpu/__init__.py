@@ -8,14 +8,16 @@
     src/merge.h       an adapter added to packed weights    merging.py      copies made piece by piece
     src/assist.h      steps beside adapter copies           src/assist_server.h  the CPU LoRA process
     build.py          compiles with the system's compiler   library.py      ctypes
-    forward.py        the interface for the engine          loading.py, assist.py  its helpers
+    packing.py        weights, packed or mapped             forward.py      the interface for the engine
+    loading.py, assist.py  its helpers
 
 Importing this package compiles nothing. The first CpuEngine of an instruction set compiles its library, once per machine.
 """
 
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas
 from motet.kernels.cpu.forward import CpuForward
-from motet.kernels.cpu.library import INTEGERS, Arena, CpuEngine, MappedArena, Packed, Packer
+from motet.kernels.cpu.library import INTEGERS, CpuEngine, Packed
+from motet.kernels.cpu.packing import Arena, MappedArena, Packer
 
 __all__ = [
     "INTEGERS",

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from ctypes import byref
 from typing import Protocol
 
-from motet.kernels.cpu.library import PANEL, TYPES, CpuEngine, Layer, Matrix, pool_struct
+from motet.kernels.cpu.library import TYPES, CpuEngine, Layer, Matrix, pool_struct
+from motet.kernels.cpu.packing import PANEL
 from motet.kernels.pool import GROUPS, MODULES, PackedLora
 
 PIECE = 1 << 18  # elements: some tenths of a millisecond

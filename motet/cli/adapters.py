@@ -21,6 +21,7 @@ from motet.shared.adapter_chat import is_text_file
 from motet.shared.tokenizer import TEMPLATES_DIR
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+SOURCE = re.compile(r"[a-z][a-z0-9_+.-]*:.")  # a kind of places, and one of them
 REFUSED_LISTED = 1000
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -104,8 +105,9 @@ def show(name: str, url: str, as_json: bool) -> None:
 def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
     """Add the adapter SOURCE under NAME.
 
-    SOURCE is a PEFT directory, an archive of one (.zip, .tar, .tar.gz), or a Hugging Face id. Local files are uploaded. The
-    registry checks the weights before it registers them, and names what is wrong.
+    SOURCE is a PEFT directory, an archive of one (.zip, .tar, .tar.gz), a Hugging Face id, or KIND:LOCATION, a place of another
+    kind that the registry knows. Local files are uploaded. The registry checks the weights before it registers them, and names
+    what is wrong.
 
     \b
       motet adapters add summaries ./out/checkpoint-900
@@ -117,12 +119,12 @@ def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
 
     async def send(client: Client) -> Any:
         path = Path(source).expanduser()
-        if on_server or (not path.exists() and HUB_ID.fullmatch(source)):
-            body = {"name": name, "path" if on_server else "hub_id": source, "replace": replace, "tenant": tenant}
-            body["chat"] = chat
+        if on_server or not path.exists():
+            field = "path" if on_server else "hub_id" if HUB_ID.fullmatch(source) else "source"
+            if field == "source" and not SOURCE.match(source):
+                raise click.UsageError(f"{source} is neither a file or directory here nor a Hugging Face id")
+            body = {"name": name, field: source, "replace": replace, "tenant": tenant, "chat": chat}
             return await client.call("POST", "/v1/adapters", json=body)
-        if not path.exists():
-            raise click.UsageError(f"{source} is neither a file or directory here nor a Hugging Face id")
         return await upload(client, name, path, replace=replace, tenant=tenant, chat=chat)
 
     card = _ask(url, send)

@@ -9,11 +9,13 @@ import atexit
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import click
 
-from motet.cli.options import ConfigOption, config_of, option_for
+from motet.cli.options import ConfigOption, HelpAll, config_of, option_for
 from motet.shared.config import ConfigError, ServiceConfig, fields, load
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
@@ -60,8 +62,13 @@ MEANT = {"serve": "up", "start": "up", "run": "up", "ps": "status", "list": "ada
 EXIT_CONFIG = 2
 
 
-class Suggesting(click.Group):
-    """A group whose commands are made when they are used, with a suggestion for a name that is none of them."""
+class LazyGroup(click.Group):
+    """A group that lists its commands without importing them, with a suggestion for a name that is none of them."""
+
+    @property
+    def sections(self) -> dict[str, dict[str, tuple[str, str]]]:
+        """Its commands, as `COMMANDS` has them."""
+        return COMMANDS
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name, known = str(args[0]), self.list_commands(ctx)
@@ -71,26 +78,19 @@ class Suggesting(click.Group):
             raise click.NoSuchCommand(name, possibilities=known, ctx=ctx)
         return super().resolve_command(ctx, args)
 
-
-class LazyGroup(Suggesting):
-    """A click group that lists its commands without importing them."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for section in COMMANDS.values() for name in section]
+        return [name for section in self.sections.values() for name in section]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        for section in COMMANDS.values():
+        for section in self.sections.values():
             if cmd_name in section:
                 target, _ = section[cmd_name]
-                if not target:
-                    return service_command(cmd_name)
-                module, attribute = target.split(":")
-                command: click.Command = getattr(importlib.import_module(module), attribute)
+                command: click.Command = resolve_name(target) if target else service_command(cmd_name)
                 return command
         return None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, section in COMMANDS.items():
+        for title, section in self.sections.items():
             with formatter.section(title):
                 formatter.write_dl([(name, short) for name, (_, short) in section.items()])
 
@@ -108,54 +108,34 @@ def cli() -> None:
     """
 
 
-class ServiceCommand(click.Command):
+class ServiceCommand(HelpAll):
     """A service's command. Its --help leaves out the options for experiments; --help-all shows them too."""
 
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
         if any(_is_expert(option) for option in self.params):
-            text = "Show every option, those for experiments too, and exit."
-            self.params.append(
-                click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=self._all, help=text)
-            )
+            self.offer_help_all("Show every option, those for experiments too, and exit.")
 
-    def _all(self, ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-        if asked and not ctx.resilient_parsing:
-            ctx.meta[__name__] = True
-            click.echo(ctx.get_help())
-            ctx.exit()
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        everything, options = ctx.meta.get(__name__, False), self.get_params(ctx)
-        for title, expert in (("Options", False), ("For experiments", True)):
-            shown = [one for one in options if _is_expert(one) is expert] if everything or not expert else []
-            if rows := [row for one in shown if (row := one.get_help_record(ctx)) is not None]:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
-        if isinstance(self, click.Group):
-            self.format_commands(ctx, formatter)
+    def listed(self, options: list[click.Parameter], *, everything: bool) -> Iterator[tuple[str, list[click.Parameter]]]:
+        yield "Options", [one for one in options if not _is_expert(one)]
+        if everything:
+            yield "For experiments", [one for one in options if _is_expert(one)]
 
 
 def _is_expert(option: click.Parameter) -> bool:
     return isinstance(option, ConfigOption) and option.declared.expert
 
 
-class ServiceGroup(ServiceCommand, Suggesting):
+class ServiceGroup(ServiceCommand, LazyGroup):
     """A service's command that has subcommands; without one of them it runs the service."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(SUBCOMMANDS[self.name or ""])
+    @property
+    def sections(self) -> dict[str, dict[str, tuple[str, str]]]:
+        return {"Commands": SUBCOMMANDS[self.name or ""]}
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in SUBCOMMANDS[self.name or ""]:
-            return None
-        module, attribute = SUBCOMMANDS[self.name or ""][cmd_name][0].split(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, short) for name, (_, short) in SUBCOMMANDS[self.name or ""].items()])
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
 
 
 def service_command(kind: str) -> click.Command:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,32 @@ def option_for(option: Field, help_text: str = "") -> ConfigOption:
     kind = "TEXT" if option.type in (str, Path) else getattr(option.type, "__name__", "text").upper()
     metavar = f"[{'|'.join(option.choices)}]" if option.choices else kind
     return ConfigOption(option, [option.flag], metavar=metavar, help=help_text or text)
+
+
+class HelpAll(click.Command):
+    """A command whose --help leaves options out; --help-all shows them too."""
+
+    def offer_help_all(self, text: str) -> None:
+        """Add the option, with `text` as its help."""
+        self.params.append(
+            click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=self._all, help=text)
+        )
+
+    def _all(self, ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+        if asked and not ctx.resilient_parsing:
+            ctx.meta[__name__] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, options in self.listed(self.get_params(ctx), everything=ctx.meta.get(__name__, False)):
+            if rows := [row for one in options if (row := one.get_help_record(ctx)) is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def listed(self, options: list[click.Parameter], *, everything: bool) -> Iterator[tuple[str, list[click.Parameter]]]:
+        """The options to show, by the title of their section; `everything`: with --help-all."""
+        raise NotImplementedError
 
 
 def words_for(kind: str, values: Mapping[str, Any]) -> list[str]:

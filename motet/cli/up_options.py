@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from motet.cli.config_file import read_options
 from motet.cli.gpus import gpus_of_workers
-from motet.cli.options import SERVICES, ConfigOption, config_of, option_for
+from motet.cli.options import SERVICES, ConfigOption, HelpAll, config_of, option_for
 from motet.cli.preflight import preflight
 from motet.cli.stack import StackOptions
 from motet.examples.demo import BASE, DEMO, PARSER
@@ -69,38 +69,20 @@ def declared() -> dict[str, Field]:
     return {name: option for name, option in options.items() if not option.per_process}
 
 
-class UpCommand(click.Command):
+class UpCommand(HelpAll):
     """A command whose help lists the common options by group; with --help-all it lists every option."""
 
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
         self.params = [option_for(option, TEXTS.get(name, "")) for name, option in declared().items()] + self.params
-        text = "Show every option and exit."
-        self.params.append(
-            click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=self._all, help=text)
-        )
+        self.offer_help_all("Show every option and exit.")
 
-    def _all(self, ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-        if asked and not ctx.resilient_parsing:
-            ctx.meta[__name__] = True
-            click.echo(ctx.get_help())
-            ctx.exit()
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        everything = ctx.meta.get(__name__, False)
-        for title, options in self._sections(ctx):
-            shown = [one for one in options if everything or not isinstance(one, ConfigOption) or one.declared.common]
-            rows = [row for one in shown if (row := one.get_help_record(ctx)) is not None]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
-
-    def _sections(self, ctx: click.Context) -> Iterator[tuple[str, list[click.Parameter]]]:
-        """The options by the group that declares them."""
-        sections: dict[str, list[click.Parameter]] = {}
-        for option in self.get_params(ctx):
+    def listed(self, options: list[click.Parameter], *, everything: bool) -> Iterator[tuple[str, list[click.Parameter]]]:
+        sections: dict[str, list[click.Parameter]] = {}  # by the group that declares them
+        for option in options:
             title = _title(option.declared) if isinstance(option, ConfigOption) else "This command"
-            sections.setdefault(title, []).append(option)
+            if everything or not isinstance(option, ConfigOption) or option.declared.common:
+                sections.setdefault(title, []).append(option)
         yield from sections.items()
 
 

@@ -51,6 +51,15 @@ class SourcesConfig(Config, frozen=True, kw_only=True):
             extra=EXPERT,
         ),
     ] = 300.0
+    source_modules: Annotated[
+        str,
+        Meta(description="Python modules to import at start, which add sources of adapters; comma-separated"),
+    ] = ""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names in `source_modules`."""
+        return _parts(self.source_modules)
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -118,6 +127,7 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
         """Options of hub downloads."""
         sources = self.sources
         return HubOptions(
+            allowed=sources.hub_allowed,
             endpoint=sources.hub_endpoint or os.environ.get("HF_ENDPOINT") or PUBLIC_ENDPOINT,
             repositories=_parts(sources.hub_repositories),
             private_hosts=_parts(sources.hub_private_hosts),

@@ -1,8 +1,8 @@
-"""The two files of a PEFT adapter from any source, and safe display of untrusted text in errors."""
+"""A PEFT adapter's files, the sources that they come from, and safe display of untrusted text in errors."""
 
 from __future__ import annotations
 
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 
@@ -31,6 +31,24 @@ class PeftFiles(msgspec.Struct):
 
     def __exit__(self, *_: object) -> None:
         self.weights.close()
+
+
+class Source(Protocol):
+    """One kind of places that adapters come from; `sources.SOURCES` has them all."""
+
+    remote: bool = False
+    """Whether it waits for another machine. Its fetches then have slots of their own and hold up no other source."""
+
+    refusal: str = ""
+    """Why this registry takes nothing from here; "" if it does."""
+
+    async def fetch(self, location: str, *, chat: bool) -> PeftFiles:
+        """The files of the adapter at `location`; the caller closes them, and checks what is in them.
+
+        `chat`: also what it brings for chats. Raises InvalidAdapter or TooLarge with the reason, Unavailable when it cannot be
+        reached. Errors quote `location` as `shown`. Blocking work runs `in_thread`.
+        """
+        ...
 
 
 def shown(text: object) -> str:

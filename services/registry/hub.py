@@ -26,7 +26,17 @@ import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, PeftFiles, Texts, missing_weights, shown, too_large
+from motet.services.registry.files import (
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    WEIGHTS,
+    PeftFiles,
+    Source,
+    Texts,
+    missing_weights,
+    shown,
+    too_large,
+)
 from motet.shared.adapter_chat import is_text_file
 from motet.shared.errors import InvalidAdapter, TooLarge, Unavailable
 
@@ -46,9 +56,10 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class HubOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The hub, allowed repositories and hosts, and time and size limits. `private_hosts`: `name` or `name:port`."""
+    """The hub, what is allowed, and time and size limits. `private_hosts`: `name` or `name:port`."""
 
     endpoint: str
+    allowed: bool = True
     repositories: tuple[str, ...] = ()  # patterns; none: all
     private_hosts: tuple[str, ...] = ()
     timeout_s: float = 300.0
@@ -123,11 +134,14 @@ class _Guard(AbstractResolver):
         )
 
 
-class HubSource:
+class HubSource(Source):
     """Downloads adapters. Downloads may run concurrently; each has its own connections."""
+
+    remote = True
 
     def __init__(self, options: HubOptions) -> None:
         self._options = options
+        self.refusal = "" if options.allowed else "this registry takes no adapters from the hub (--hub-allowed false)"
 
     async def fetch(self, location: str, *, chat: bool = True) -> PeftFiles:
         """The adapter `owner/name` or `owner/name@revision`.

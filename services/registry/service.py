@@ -1,6 +1,6 @@
 """The registry: validates, stores and publishes adapters. It is the only writer of adapters on the bus.
 
-    register   claim a slot -> fetch (path | hub | upload) -> validate -> blob, version, name -> watchers see it
+    register   claim a slot -> fetch (`sources`) -> validate -> blob, version, name -> watchers see it
     delete     refused while requests run on it unless forced; the weights are removed when no other name points at them
     rollback   a name points at one of its kept earlier versions again
     alias      a second name for the version that another name points at, kept or followed
@@ -13,26 +13,23 @@ Files are read and checked in threads, with a small limit per kind of source, so
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
-from prometheus_client import Counter, Gauge, Histogram
 
 from motet.policies.worker import pins
-from motet.services.registry.archives import read_archive
 from motet.services.registry.chats import ChatReader
 from motet.services.registry.config import RegistryConfig
-from motet.services.registry.files import CONFIG, PeftFiles, quoted
+from motet.services.registry.files import PeftFiles, quoted
 from motet.services.registry.followers import Followers
-from motet.services.registry.hub import HubSource
+from motet.services.registry.metrics import ADAPTERS, BLOB_BYTES, REGISTRATIONS, VALIDATION_S, VERSIONS
+from motet.services.registry.own_directory import OwnDirectory
+from motet.services.registry.paths import open_directory
 from motet.services.registry.peft import Converted, convert
-from motet.services.registry.sources import is_there, open_directory, open_path, relative_source
+from motet.services.registry.sources import Sources, load_modules
 from motet.services.registry.store import AdapterStore, check_name
-from motet.services.registry.unpack import MAX_OTHER_BYTES
+from motet.services.registry.threads import in_thread
 from motet.services.registry.usage import IDLE_S, Usage
 from motet.shared import subjects
 from motet.shared.adapter_chat import WITHOUT
@@ -44,7 +41,6 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import ConfigError
 from motet.shared.errors import (
-    AdapterExists,
     AdapterNotFound,
     BadRequest,
     Conflict,
@@ -57,11 +53,11 @@ from motet.shared.errors import (
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.malloc import return_large_buffers
-from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest, is_adapter_name
+from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest
 from motet.shared.provision import provision
-from motet.shared.refused_adapters import RefusedAdapters, refused
+from motet.shared.refused_adapters import RefusedAdapters
 from motet.shared.service import run
-from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
+from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, check_tenant
 from motet.shared.tokenizer import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE
 from motet.shared.wire.registry import (
@@ -77,63 +73,15 @@ from motet.shared.wire.registry import (
 from motet.shared.wire.worker_state import WorkerState
 
 log = logger("motet.registry")
-T = TypeVar("T")
 
 BASE_FILES = ("config.json", "tokenizer.json", CONFIG_FILE, SPECIAL_MAP_FILE, ADDED_FILE)
 """What the registry reads of a base model; of a model by hub id no weights are downloaded."""
 CHATS_BYTES_MAX, TENANT_CHATS_BYTES_MAX = 64 << 20, 4 << 20  # of different ones; a usual chat template has 4 KiB
-LOCAL_SLOTS = 2  # adapters being read, checked and stored at once: each needs about twice its size in memory
-HUB_SLOTS = 2
 MAX_WAITING = 64  # registrations that may wait for a slot; more are refused
 SWEEP_S = 5.0
-RETRY_S = 1.0
 SETTLE_S = IDLE_S + 15.0  # after start nothing is swept until every worker has spoken, and every resumed request runs
 ORPHANS_EVERY_S = 300.0
 PAGE = 1000
-
-REGISTRATIONS = Counter(
-    "motet_registry_registrations",
-    "Registrations by outcome: registered, replaced, unchanged, refused (bad input), failed (server side).",
-    ["outcome"],
-    registry=REGISTRY,
-)
-ADAPTERS = Gauge("motet_registry_adapters", "Adapter names, aliases included.", registry=REGISTRY)
-VERSIONS = Gauge("motet_registry_versions", "Stored adapter versions.", registry=REGISTRY)
-BLOB_BYTES = Gauge("motet_registry_blob_bytes", "Size of all stored adapter versions in bytes.", registry=REGISTRY)
-VALIDATION_S = Histogram(
-    "motet_registry_validation_seconds",
-    "Time to read, check and convert one adapter.",
-    buckets=LATENCY_BUCKETS_S,
-    registry=REGISTRY,
-)
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """Run `work()` in a thread that does not keep the process alive, since a download may hang at shutdown."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            if isinstance(value, PeftFiles):
-                value.weights.close()
-        elif error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(value)  # type: ignore[arg-type]
-
-    def body() -> None:
-        value: T | None = None
-        error: BaseException | None = None
-        try:
-            value = work()
-        except BaseException as caught:  # handed to the caller
-            error = caught
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=body, daemon=True, name="registry-work").start()
-    return await done
 
 
 class RegistryService:
@@ -146,13 +94,12 @@ class RegistryService:
         self._bus: Bus | None = None
         self.usage = Usage()
         self._waiting = 0
-        self._local, self._hub = asyncio.Semaphore(LOCAL_SLOTS), asyncio.Semaphore(HUB_SLOTS)
-        self._hub_source = HubSource(config.hub)
         self._own_tensors: dict[str, TensorDigest] = {}
         self._starting = "connecting to NATS"
 
     async def start(self) -> None:
         config = self._config
+        load_modules(config.sources.modules)
         self._model = await in_thread(lambda: resolve_model(config.base.model, files=BASE_FILES))
         try:
             self._shapes: BaseShapes = read_shapes(self._model)
@@ -171,10 +118,12 @@ class RegistryService:
             raise Unavailable(f"JetStream cannot be provisioned: {str(error) or repr(error)}") from error
         self.store = AdapterStore(bus, lambda digest: self.usage.idle(digest, now_s()), config.limits.older_versions)
         await self.store.start()
+        self._sources = Sources(config, self.store)
         self._audit = Audit(bus)
         self.adapters = AdapterWatch(bus, chats=True)
         await self.adapters.start()
         self.followers = Followers(self.store, self.adapters)
+        self._own = OwnDirectory(config.sources.adapters_dir, self.store, self.adapters, self._register_from)
         if foreign := sorted({v.base_model for v in self.adapters.versions()} - {config.base.name}):
             log.warning("adapters of other base models are stored here", extra={"base_models": ", ".join(foreign)})
         ADAPTERS.set_function(self.adapters.names)
@@ -192,15 +141,14 @@ class RegistryService:
             await bus.serve(verb, subjects.registry(verb), kind, handler, queue="registry")
         self._starting = ""
         if config.sources.adapters_dir:
-            self._starting = f"registering the adapters in {config.sources.adapters_dir}"
-            bus.spawn(self._register_directory(config.sources.adapters_dir))
+            bus.spawn(self._own.register_all())
         elif self.adapters.refused.total:
-            bus.spawn(self._publish_refused(RefusedAdapters()))
+            bus.spawn(self._own.publish_refused(RefusedAdapters()))
         bus.spawn(self._sweep())
 
     def not_ready(self) -> list[str]:
-        if self._starting:
-            return [self._starting]
+        if starting := self._starting or self._own.starting:
+            return [starting]
         return self._bus.troubles() if self._bus is not None and self._bus.connected else ["NATS is not reachable"]
 
     def failure(self) -> str:
@@ -247,42 +195,17 @@ class RegistryService:
         if ask.tenant == SHARED and self._config.sources.adapters_dir:
             await self.store.forget(ask.name, forget=False)
         if self._bus is not None and ask.tenant == SHARED and self.adapters.refused.reason(ask.name) is not None:
-            self._bus.spawn(self._publish_refused(self.adapters.refused.without(ask.name)))
+            self._bus.spawn(self._own.publish_refused(self.adapters.refused.without(ask.name)))
         return RegistryOk(adapters=[info])
 
     async def _register(self, ask: RegisterAdapter) -> tuple[AdapterInfo, str]:
         self._check_name(ask)
-        if ask.kind not in ("path", "hub", "upload", "any"):
-            raise BadRequest(f"kind {quoted(ask.kind)}: one of path, hub, upload, any is expected", param="kind")
-        if ask.kind == "any":
-            local = await in_thread(lambda: is_there(ask.location, self._config.sources.roots))
-            ask = msgspec.structs.replace(ask, kind="path" if local else "hub")
-        if ask.kind == "hub" and not self._config.sources.hub_allowed:
-            raise BadRequest("this registry takes no adapters from the hub (--hub-allowed false)", param="kind")
+        ask = msgspec.structs.replace(ask, kind=await self._sources.kind_of(ask.kind, ask.location))
         self._check_room(ask)
         if not ask.replace:
             await self.store.check_free(ask.name, ask.tenant)
-        async with self._slot():
-            if ask.kind != "hub":
-                async with self._local:
-                    return await self._take_in(ask, await self._open(ask))
-            async with self._hub:
-                files = await self._hub_source.fetch(ask.location, chat=ask.chat)
-            async with self._local:
-                return await self._take_in(ask, files)
-
-    async def _open(self, ask: RegisterAdapter) -> PeftFiles:
-        limit = self._config.limits.max_adapter_bytes
-        if ask.kind == "path":
-            return await in_thread(lambda: open_path(ask.location, self._config.sources.roots, limit, chat=ask.chat))
-        with await self.store.fetch_upload(ask.location, limit + MAX_OTHER_BYTES) as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            try:
-                return await in_thread(
-                    lambda: read_archive(file, size_bytes, limit, source=f"upload:{ask.location}", chat=ask.chat)
-                )
-            finally:
-                await self.store.drop_upload(ask.location)
+        async with self._slot(), self._sources.fetched(ask) as files:
+            return await self._take_in(ask, files)
 
     async def _take_in(self, ask: RegisterAdapter, files: PeftFiles) -> tuple[AdapterInfo, str]:
         told = [limits.base_tensors for limits in self.usage.workers(now_s()).values() if limits.base_tensors]
@@ -336,7 +259,7 @@ class RegistryService:
         """Remove a name. Raises AdapterNotFound, or AdapterInUse unless forced."""
         if ask.tenant:
             check_tenant(ask.tenant)
-        lies_there = ask.tenant == SHARED and await in_thread(lambda: self._lies_in_directory(ask.name))
+        lies_there = ask.tenant == SHARED and await in_thread(lambda: self._own.holds(ask.name))
         forget = lies_there and ask.forget
         if forget and self.adapters.exactly(ask.name, ask.tenant) is None:  # it was removed before
             await self.store.forget(ask.name)
@@ -347,12 +270,6 @@ class RegistryService:
         if forget:
             await self.store.forget(ask.name)
         return RegistryOk(adapters=[gone] if gone is not None else [], returns=lies_there and not forget)
-
-    def _lies_in_directory(self, name: str) -> bool:
-        """Whether --adapters-dir has an adapter of this name."""
-        directory = self._config.sources.adapters_dir
-        path = os.path.join(os.path.expanduser(directory), name, CONFIG)
-        return bool(directory) and is_adapter_name(name) and os.path.exists(path)
 
     async def rollback(self, ask: RollbackAdapter) -> RegistryOk:
         """Make an earlier version current. Raises AdapterNotFound (the name or the version) or BadRequest (an alias)."""
@@ -508,71 +425,11 @@ class RegistryService:
             except MotetError as error:
                 log.info("sweep interrupted", extra={"error": error.message})
 
-    async def _register_directory(self, directory: str) -> None:
-        """Register the adapters below `directory`. A bad one is skipped and published with the reason; a name that was replaced
-        since is kept."""
-        bad: list[tuple[str, str]] = []
-        try:
-            root = os.path.realpath(os.path.expanduser(directory))
-            found = await in_thread(lambda: peft_directories(root))
-            log.info("adapters found", extra={"adapters_dir": directory, "count": len(found)})
-            if forgotten := {name for name, _ in found} & await self._forgotten():
-                log.info("removed adapters are not registered again", extra={"adapters": ", ".join(sorted(forgotten)[:20])})
-                found = [(name, path) for name, path in found if name not in forgotten]
-            for number, (name, path) in enumerate(found, start=1):
-                self._starting = f"registering adapter {number} of {len(found)} from {directory}"
-                if (reason := await self._register_own(name, path, root)) is not None:
-                    bad.append((name, reason))
-            await self._publish_refused(refused(bad))
-        finally:
-            self._starting = ""
-
-    async def _forgotten(self) -> frozenset[str]:
-        """The names not to register from the directory; retries while NATS is away."""
-        while True:
-            try:
-                return await self.store.forgotten()
-            except Unavailable as error:
-                log.warning("forgotten adapters not read yet", extra={"reason": error.message})
-                await asyncio.sleep(RETRY_S)
-
-    async def _publish_refused(self, refused: RefusedAdapters) -> None:
-        """Replace the list of refused adapters; retries while NATS is away."""
-        while refused != self.adapters.refused:
-            try:
-                return await self.store.put_refused(refused)
-            except Unavailable as error:
-                log.warning("refused adapters not published yet", extra={"reason": error.message})
-                await asyncio.sleep(RETRY_S)
-
-    async def _register_own(self, name: str, path: str, root: str) -> str | None:
-        """Register one adapter of the operator's directory; retries while NATS is away. Returns why it was refused, or None."""
-        source = relative_source(path, [root])
-        while True:
-            present = self.adapters.exactly(name, SHARED)
-            if present is not None and present.version.source not in (source, f"path:{path}"):  # the latter: as it once was
-                log.info("adapter kept, it came from elsewhere", extra={"adapter": name, "source": present.version.source})
-                return None
-            try:
-                await self._register_from(name, path, root, source, replace=present is not None)
-                return None
-            except AdapterExists:
-                log.info("adapter registered by another registry", extra={"adapter": name})
-                return None
-            except Unavailable as error:
-                log.warning("adapter not registered yet", extra={"adapter": name, "reason": error.message})
-                await asyncio.sleep(RETRY_S)
-            except (MotetError, OSError) as error:
-                REGISTRATIONS.labels("refused").inc()
-                reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
-                log.error("adapter refused", extra={"adapter": name, "reason": reason})
-                return reason if present is None else f"{reason} (its earlier version {present.entry.version} is still served)"
-
     async def _register_from(self, name: str, path: str, root: str, source: str, *, replace: bool) -> None:
         ask = RegisterAdapter(name=name, kind="path", location=path, replace=replace, actor="registry --adapters-dir")
         self._check_name(ask)
         self._check_room(ask)
-        async with self._local:
+        async with self._sources.local:
             files = await in_thread(lambda: open_directory(path, [root], self._config.limits.max_adapter_bytes, source=source))
             info, outcome = await self._take_in(ask, files)
         REGISTRATIONS.labels(outcome).inc()
@@ -584,16 +441,6 @@ class RegistryService:
 
 def _left_out(info: AdapterInfo) -> dict[str, str]:
     return {"left_out": ", ".join(info.entry.left_out)} if info.entry.left_out else {}
-
-
-def peft_directories(root: str) -> list[tuple[str, str]]:
-    """(name, path) of every PEFT directory below `root`, sorted; the name is the path relative to `root`."""
-    found = [
-        (os.path.relpath(path, root).replace(os.sep, "/"), path)
-        for path, _, files in os.walk(root, followlinks=False)
-        if CONFIG in files and path != root
-    ]
-    return sorted(found)
 
 
 def main(config: RegistryConfig) -> int:

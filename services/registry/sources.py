@@ -1,131 +1,117 @@
-"""Adapters on this machine: a directory or an archive below an allowed root.
+"""Where adapters come from. Each kind of places is an entry of `SOURCES`, by which clients name it.
 
-All functions block and run in threads. A file is opened only if its real path (all links resolved) lies below a root and it
-is a plain file. Clients see the location as they sent it, and a source relative to its root, so the roots' paths stay
-private.
+    path     a directory or an archive below one of --adapter-roots
+    hub      a repository of a Hugging Face hub
+    upload   an archive that a gateway has put into the uploads bucket
+
+A module of --source-modules adds another kind, which clients then name as `"source": "s3:<location>"` (docs/operations.md):
+
+    class Bucket(Source):
+        remote = True
+
+        async def fetch(self, location: str, *, chat: bool) -> PeftFiles: ...
+
+    SOURCES["s3"] = lambda config, store: Bucket()
 """
 
 from __future__ import annotations
 
-import errno
+import asyncio
+import importlib
 import os
-import stat
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 
 from motet.services.registry.archives import read_archive
-from motet.services.registry.files import (
-    CONFIG,
-    MAX_CONFIG_BYTES,
-    PICKLES,
-    WEIGHTS,
-    PeftFiles,
-    Texts,
-    missing_weights,
-    shown,
-    too_large,
-)
-from motet.shared.adapter_chat import is_text_file
-from motet.shared.errors import InvalidAdapter, Unavailable
-from motet.shared.tokenizer import TEMPLATES_DIR
+from motet.services.registry.config import RegistryConfig
+from motet.services.registry.files import PeftFiles, Source, quoted
+from motet.services.registry.hub import HubSource
+from motet.services.registry.paths import is_there, open_path
+from motet.services.registry.store import AdapterStore
+from motet.services.registry.threads import in_thread
+from motet.services.registry.unpack import MAX_OTHER_BYTES
+from motet.shared.config import ConfigError
+from motet.shared.errors import BadRequest
+from motet.shared.wire.registry import RegisterAdapter
 
-PARAM = "location"
+LOCAL_SLOTS = 2  # adapters being read, checked and stored at once: each needs about twice its size in memory
+REMOTE_SLOTS = 2  # adapters being fetched at once from one kind of places on other machines
 
 
-def is_below(path: str, roots: Sequence[str]) -> bool:
-    """Whether the real path `path` is one of `roots` (real paths too) or below one."""
-    return any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)
+class PathSource(Source):
+    """Directories and archives on the registry's machine."""
+
+    def __init__(self, config: RegistryConfig) -> None:
+        self._roots, self._max_bytes = config.sources.roots, config.limits.max_adapter_bytes
+
+    async def fetch(self, location: str, *, chat: bool) -> PeftFiles:
+        return await in_thread(lambda: open_path(location, self._roots, self._max_bytes, chat=chat))
 
 
-def relative_source(path: str, roots: Sequence[str]) -> str:
-    """The published source of an adapter: `path:` and the path below its root."""
-    root = next(root for root in roots if is_below(path, [root]))
-    return f"path:{os.path.relpath(path, root)}"
+class UploadSource(Source):
+    """Archives in the uploads bucket. Each is deleted when it has been read."""
+
+    def __init__(self, config: RegistryConfig, store: AdapterStore) -> None:
+        self._max_bytes, self._store = config.limits.max_adapter_bytes, store
+
+    async def fetch(self, location: str, *, chat: bool) -> PeftFiles:
+        with await self._store.fetch_upload(location, self._max_bytes + MAX_OTHER_BYTES) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            try:
+                return await in_thread(
+                    lambda: read_archive(file, size_bytes, self._max_bytes, source=f"upload:{location}", chat=chat)
+                )
+            finally:
+                await self._store.drop_upload(location)
 
 
-def _open_plain(path: str, roots: Sequence[str]) -> BinaryIO:
-    """Open a plain file below the roots for reading. Raises InvalidAdapter, or OSError when it cannot be opened."""
-    real = os.path.realpath(path)
-    if not is_below(real, roots):
-        raise InvalidAdapter(f"{os.path.basename(path)} is a link to outside the allowed roots (--adapter-roots)", param=PARAM)
-    # NONBLOCK: opening a named pipe must not wait for a writer
-    descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise InvalidAdapter(f"{os.path.basename(path)} is not a plain file", param=PARAM)
-    return os.fdopen(descriptor, "rb")
+SOURCES: dict[str, Callable[[RegistryConfig, AdapterStore], Source]] = {
+    "path": lambda config, _: PathSource(config),
+    "hub": lambda config, _: HubSource(config.hub),
+    "upload": UploadSource,
+}
+"""What opens the source of each kind, when a registry starts."""
+ANY = "any"
+"""A path where there is one, else a repository of the hub."""
 
 
-def _size(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_size
+def load_modules(names: Iterable[str]) -> None:
+    """Import modules that add sources. Raises ConfigError for one that cannot be imported."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"--source-modules: {name}: {error}") from error
 
 
-def open_path(location: str, roots: Sequence[str], max_bytes: int, *, chat: bool = True) -> PeftFiles:
-    """The adapter in the directory or archive `location`: absolute, or relative to the directory in which the registry was
-    started, or to one of `roots`.
+class Sources:
+    """The sources of a registry, and the slots in which adapters are fetched, checked and stored."""
 
-    `chat`: also read what it brings for chats. Raises InvalidAdapter or TooLarge with the reason, Unavailable when there is no
-    room to unpack an archive. A location outside the roots is refused without touching it.
-    """
-    if not roots:
-        raise InvalidAdapter("this registry takes no paths: it has no allowed roots (--adapter-roots)", param=PARAM)
-    if "\0" in location or not location:
-        raise InvalidAdapter("the path is empty or holds a zero byte", param=PARAM)
-    allowed = _candidates(location, roots)
-    if not allowed:
-        raise InvalidAdapter(f"path {shown(location)} is outside the allowed roots (--adapter-roots)", param=PARAM)
-    path = next((p for p in allowed if os.path.exists(p)), allowed[0])
-    source = relative_source(path, roots)
-    try:
-        if os.path.isdir(path):
-            return open_directory(path, roots, max_bytes, source=source, chat=chat)
-        if path.endswith(PICKLES):
-            raise InvalidAdapter(f"{shown(location)} is a pickle file: those can run code and are never opened", param=PARAM)
-        with _open_plain(path, roots) as file:
-            return read_archive(file, _size(file), max_bytes, source=source, chat=chat)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise Unavailable("the registry's disk has no room to unpack the archive", param=PARAM) from error
-        raise InvalidAdapter(f"path {shown(location)}: {error.strerror or type(error).__name__}", param=PARAM) from None
+    def __init__(self, config: RegistryConfig, store: AdapterStore) -> None:
+        self._roots = config.sources.roots
+        self._opened = {kind: opening(config, store) for kind, opening in SOURCES.items()}
+        self._remote = {kind: asyncio.Semaphore(REMOTE_SLOTS) for kind in self._opened}
+        self.local = asyncio.Semaphore(LOCAL_SLOTS)
 
+    async def kind_of(self, kind: str, location: str) -> str:
+        """The kind of an adapter that a client asks for. Raises BadRequest for one that this registry does not take."""
+        if kind == ANY:
+            kind = "path" if await in_thread(lambda: is_there(location, self._roots)) else "hub"
+        if kind not in self._opened:
+            raise BadRequest(f"kind {quoted(kind)}: one of {', '.join(self._opened)}, {ANY} is expected", param="kind")
+        if refusal := self._opened[kind].refusal:
+            raise BadRequest(refusal, param="kind")
+        return kind
 
-def is_there(location: str, roots: Sequence[str]) -> bool:
-    """Whether `location` exists as a path that `open_path` would open."""
-    return "\0" not in location and any(map(os.path.exists, _candidates(location, roots)))
-
-
-def _candidates(location: str, roots: Sequence[str]) -> list[str]:
-    """The real paths below a root that `location` may refer to."""
-    paths = [os.path.realpath(os.path.join(start, location)) for start in (os.getcwd(), *roots)]
-    return [path for path in paths if is_below(path, roots)]
-
-
-def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: str, chat: bool = True) -> PeftFiles:
-    """The adapter in a directory that is known to be below `roots`. Also raises OSError when it cannot be read."""
-    names = set(os.listdir(path))
-    if WEIGHTS not in names:
-        raise missing_weights("the directory", names)
-    if CONFIG not in names:
-        raise InvalidAdapter(f"the directory holds no {CONFIG}", param=PARAM)
-    with _open_plain(os.path.join(path, CONFIG), roots) as file:
-        config_json = file.read(MAX_CONFIG_BYTES + 1)
-    texts = _texts(path, roots) if chat else {}
-    weights = _open_plain(os.path.join(path, WEIGHTS), roots)
-    size_bytes = _size(weights)
-    if size_bytes > max_bytes:
-        weights.close()
-        raise too_large(WEIGHTS, size_bytes, max_bytes)
-    return PeftFiles(config_json=config_json, weights=weights, size_bytes=size_bytes, source=source, texts=texts)
-
-
-def _texts(directory: str, roots: Sequence[str]) -> dict[str, bytes]:
-    """What the directory brings for chats."""
-    texts = Texts()
-    folder = os.path.join(directory, TEMPLATES_DIR)
-    more = [f"{TEMPLATES_DIR}/{name}" for name in os.listdir(folder)] if os.path.isdir(folder) else []
-    for name in sorted([*os.listdir(directory), *more]):
-        if is_text_file(name):
-            limit = texts.limit(name)
-            with _open_plain(os.path.join(directory, name), roots) as file:
-                texts.add(name, file.read(limit + 1))
-    return texts.found
+    @asynccontextmanager
+    async def fetched(self, ask: RegisterAdapter) -> AsyncIterator[PeftFiles]:
+        """The files of an adapter, and a slot to check and store it in. Raises what `Source.fetch` raises."""
+        source = self._opened[ask.kind]
+        if not source.remote:
+            async with self.local:
+                yield await source.fetch(ask.location, chat=ask.chat)
+            return
+        async with self._remote[ask.kind]:
+            files = await source.fetch(ask.location, chat=ask.chat)
+        async with self.local:
+            yield files

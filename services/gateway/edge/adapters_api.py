@@ -57,6 +57,7 @@ CHANGE_TIMEOUT_S = 30.0
 SETTLE_S = 5.0
 EVERYBODY = "*"  # an administrator's view of all tenants
 CHUNK_BYTES = 1 << 17
+SOURCE = "^[a-z][a-z0-9_+.-]*:."  # the registry's kinds are its own
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -76,13 +77,16 @@ register_url_convertor("adapter", _AdapterPath())
 
 
 class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/adapters. Exactly one of `path`, `hub_id` and `alias_of` names the source of the adapter."""
+    """POST /v1/adapters. Exactly one of `path`, `hub_id`, `source` and `alias_of` names the source of the adapter."""
 
     name: Annotated[str, Meta(min_length=1, max_length=ADAPTER_NAME_CHARS, description=f"its name: {ADAPTER_NAME_RULE}")]
     path: (
         Annotated[str, Meta(description="a directory or archive on the server, below one of its `--adapter-roots`")] | None
     ) = None
     hub_id: Annotated[str, Meta(description="a Hugging Face id, `owner/name` or `owner/name@revision`")] | None = None
+    source: (
+        Annotated[str, Meta(pattern=SOURCE, description="a place of any kind that the registry knows, `kind:location`")] | None
+    ) = None
     alias_of: (
         Annotated[str, Meta(description="another adapter's name: both then mean the same version, also after it is replaced")]
         | None
@@ -271,15 +275,15 @@ class _Registry:
         self._gateway = gateway
 
     async def add(self, asked: AdapterRequest, caller: Caller) -> AdapterInfo:
-        sources = {"path": asked.path, "hub": asked.hub_id, "alias": asked.alias_of}
+        sources = {"path": asked.path, "hub": asked.hub_id, "source": asked.source, "alias": asked.alias_of}
         given = [(kind, location) for kind, location in sources.items() if location is not None]
         if len(given) != 1:
-            raise BadRequest("expected exactly one of `path`, `hub_id` and `alias_of`", param="path")
+            raise BadRequest("expected exactly one of `path`, `hub_id`, `source` and `alias_of`", param="path")
         kind, location = given[0]
         if asked.pin_version and kind != "alias":
             raise BadRequest("pin_version: only an alias follows another name's versions", param="pin_version")
         if kind != "alias":
-            source = _Source(kind, location, "path" if kind == "path" else "hub_id")
+            source = _named(location) if kind == "source" else _Source(kind, location, "path" if kind == "path" else "hub_id")
             return await self.register(asked.name, source, caller, replace=asked.replace, tenant=asked.tenant, chat=asked.chat)
         self.check_name(asked.name, "name")
         if not is_adapter_name(location):
@@ -294,8 +298,9 @@ class _Registry:
         self, name: str, source: _Source, caller: Caller, *, replace: bool, tenant: str | None = None, chat: bool = True
     ) -> AdapterInfo:
         """Register an adapter. An error about its location names the field that the client used."""
-        if source.kind in ("path", "any"):  # the server's directories may contain adapters of several tenants
-            caller.check("admin", "registering an adapter from the server's directories (rather than an upload or a hub id)")
+        if source.kind not in ("hub", "upload"):  # the server's directories may contain adapters of several tenants
+            place = "the server's directories" if source.kind in ("path", "any") else f"a source of kind {source.kind}"
+            caller.check("admin", f"registering an adapter from {place} (rather than an upload or a hub id)")
         owner = _new_owner(caller, tenant)
         self.check_name(name, "name")
         one_line(source.location, source.param)
@@ -311,7 +316,7 @@ class _Registry:
         try:
             return await self._put("register", message, REGISTER_TIMEOUT_S)
         except MotetError as error:
-            if error.param == "location":
+            if error.param in ("kind", "location"):
                 error.param = source.param
             raise
 
@@ -410,9 +415,17 @@ class _Registry:
 class _Source(msgspec.Struct, frozen=True):
     """Where an adapter comes from, and the field in which the client said so."""
 
-    kind: str  # path, hub, upload, or any: a path where there is one, else a hub id
+    kind: str  # of the registry's sources (path, hub, upload, a plug-in's), or any: a path where there is one, else a hub id
     location: str
     param: str
+
+
+def _named(source: str) -> _Source:
+    """The source `kind:location` or `kind://location`. Raises BadRequest for an upload, which others may have sent."""
+    kind, _, location = source.partition(":")
+    if kind == "upload":
+        raise BadRequest("source: an archive is uploaded as multipart/form-data", param="source")
+    return _Source(kind, location.removeprefix("//"), "source")
 
 
 def _new_owner(caller: Caller, tenant: str | None) -> str:

@@ -192,7 +192,7 @@ def _schemas() -> dict[str, Any]:
     components["UnloadRequest"]["required"] = ["lora_name"]
     components["LoadRequest"]["required"] = ["lora_name", "lora_path"]
     components["TokenizeRequest"]["oneOf"] = [_given("prompt"), _given("messages")]
-    components["AdapterRequest"]["oneOf"] = [_given(name) for name in ("path", "hub_id", "alias_of")]
+    components["AdapterRequest"]["oneOf"] = [_given(name) for name in ("path", "hub_id", "source", "alias_of")]
     for component in components.values():
         for field in component.get("properties", {}).values():
             for one in field.get("anyOf", ()):  # `X | None`: what X means is what the field means

@@ -12,7 +12,7 @@ from nats.js.errors import NotFoundError
 
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, InvalidAdapter, MotetError
+from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, InvalidAdapter, MotetError
 from motet.shared.model import Residency
 from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, RegisterAdapter, RegistryOk, RollbackAdapter
 from tests.services.gateway.conftest import Mesh
@@ -189,6 +189,21 @@ async def test_adapters_are_added_by_path_hub_id_alias_and_upload(
     store = await mesh.bus.object_store(subjects.UPLOADS)
     with pytest.raises(NotFoundError):  # it was on its way only
         await store.list(ignore_deletes=True)
+
+
+async def test_a_source_of_any_kind_is_passed_on_but_no_upload_of_others(
+    mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession
+) -> None:
+    url = f"{mesh.url}/v1/adapters"
+    for name, source in (("a", "s3://bucket/key"), ("b", "s3:bucket/key"), ("c", "hub:org/c@main")):
+        async with http.post(url, json={"name": name, "source": source}) as answer:
+            assert answer.status == 201, await answer.text()
+    asked = [(m.kind, m.location) for m in registry.asked]  # type: ignore[union-attr]
+    assert asked == [("s3", "bucket/key"), ("s3", "bucket/key"), ("hub", "org/c@main")]
+    registry.refuse = BadRequest("kind 'ftp': one of path, hub, upload, any is expected", param="kind")
+    for source in ("upload:key", "no-kind", "ftp:", "ftp://host/a"):
+        async with http.post(url, json={"name": "x", "source": source}) as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "source"), source
 
 
 async def test_an_alias_follows_unless_its_version_is_pinned_and_a_name_goes_back_to_a_version(

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from nats.js import errors as js_errors
 
+from motet.services.registry.claims import Holds
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.service import RegistryService
-from motet.services.registry.store import Holds
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import MotetError, from_info

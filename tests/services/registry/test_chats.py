@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from motet.services.registry.chats import ChatReader
-from motet.services.registry.store import LOST_HOLD_S
+from motet.services.registry.claims import LOST_HOLD_S
 from motet.shared import subjects
 from motet.shared.adapter_chat import AdapterChat
 from motet.shared.errors import Conflict, InvalidAdapter

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nats.js.api import ObjectStoreConfig
 
-from motet.services.registry import store as registry_store
+from motet.services.registry import claims as registry_store
 from motet.services.registry import usage
 from motet.services.registry.service import RegistryService
 from motet.shared import subjects

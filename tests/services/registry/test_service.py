@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from motet.services.registry import claims as registry_store
 from motet.services.registry import service as registry_service
-from motet.services.registry import store as registry_store
 from motet.services.registry.hub import HubSource
 from motet.services.registry.store import check_name
 from motet.shared import subjects
@@ -444,7 +444,7 @@ async def test_the_adapters_directory_is_registered_at_start_and_again_when_it_c
 async def test_a_stuck_hub_does_not_hold_up_local_adapters(client: Client, roots: Path, monkeypatch: pytest.MonkeyPatch):
     release = asyncio.Event()
 
-    async def hang(*_: object) -> None:
+    async def hang(*_: object, **__: object) -> None:
         await release.wait()
 
     monkeypatch.setattr(HubSource, "fetch", hang)

@@ -18,7 +18,7 @@ import pytest
 from motet.services.registry import archives
 from motet.services.registry.archives import read_archive
 from motet.services.registry.files import CONFIG, WEIGHTS, PeftFiles
-from motet.services.registry.sources import open_path
+from motet.services.registry.paths import open_path
 from motet.services.registry.unpack import MAX_OTHER_BYTES
 from motet.services.registry.unpack import unpack as unpack_here
 from motet.shared.errors import InvalidAdapter, MotetError, TooLarge

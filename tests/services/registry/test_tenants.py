@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.services.registry import store as registry_store
+from motet.services.registry import claims as registry_store
 from motet.services.registry.service import RegistryService
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.audit import Audit

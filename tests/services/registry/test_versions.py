@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from motet.services.registry import claims as registry_store
 from motet.services.registry import service as registry_service
-from motet.services.registry import store as registry_store
 from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.clock import now_s
