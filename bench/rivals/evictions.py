@@ -99,12 +99,12 @@ class Score(Ranked):
             counts[digest] -= 1
             if not counts[digest]:
                 del counts[digest]
-        most = max((counts[digest] for digest in self._sizes), default=0) or 1
-        largest = max(self._sizes.values(), default=0) or 1
+        most = max((counts[digest] for digest in self.sizes), default=0) or 1
+        largest = max(self.sizes.values(), default=0) or 1
         oldest_s = max(self.now_s - min(self._used_s.values(), default=0.0), 1e-9)
 
         def value(digest: str) -> float:
             recency = 1 - (self.now_s - self._used_s[digest]) / oldest_s
-            return self.frequency * counts[digest] / most + self.recency * recency + self.size * self._sizes[digest] / largest
+            return self.frequency * counts[digest] / most + self.recency * recency + self.size * self.sizes[digest] / largest
 
-        return {digest: value(digest) for digest in self._idle}
+        return {digest: value(digest) for digest in self.idle}

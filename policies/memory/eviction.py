@@ -58,26 +58,26 @@ class Ranked:
 
     now_s: float = 0.0
     keeps: bool = True
-    _sizes: dict[str, int] = field(default_factory=dict)  # of all adapters in the tier
-    _idle: dict[str, None] = field(default_factory=dict)  # the least recently released first
+    sizes: dict[str, int] = field(default_factory=dict)  # of all adapters in the tier
+    idle: dict[str, None] = field(default_factory=dict)  # the least recently released first
 
     def use(self, digest: str, size_bytes: int) -> None:
         """An adapter in use is not evicted."""
-        self._idle.pop(digest, None)
-        self._sizes[digest] = size_bytes
+        self.idle.pop(digest, None)
+        self.sizes[digest] = size_bytes
 
     def come(self, digest: str, size_bytes: int) -> None:
         """Does nothing: only requests are counted."""
-        self._sizes[digest] = size_bytes
+        self.sizes[digest] = size_bytes
 
     def release(self, digest: str) -> None:
         """The adapter may be evicted."""
-        self._idle[digest] = None
+        self.idle[digest] = None
 
     def forget(self, digest: str) -> None:
         """The adapter has left the tier."""
-        self._idle.pop(digest, None)
-        self._sizes.pop(digest, None)
+        self.idle.pop(digest, None)
+        self.sizes.pop(digest, None)
 
     def __iter__(self) -> Iterator[str]:
         """The least valuable first."""
@@ -116,7 +116,7 @@ class Gdsf(Ranked):
         self._age = max(self._age, self._worth.pop(digest, 0.0))
 
     def values(self) -> dict[str, float]:
-        return {digest: self._worth[digest] for digest in self._idle}
+        return {digest: self._worth[digest] for digest in self.idle}
 
 
 @dataclass(eq=False)
@@ -132,8 +132,8 @@ class NextUse(Ranked):
 
     def use(self, digest: str, size_bytes: int) -> None:
         """Count the request."""
-        sizes, requests = self._sizes, self.requests
-        self._idle.pop(digest, None)
+        sizes, requests = self.sizes, self.requests
+        self.idle.pop(digest, None)
         self._ahead.pop(digest, None)
         sizes[digest] = size_bytes
         requests.room(len(sizes))
@@ -150,7 +150,7 @@ class NextUse(Ranked):
         self._ahead.pop(digest, None)
 
     def values(self) -> dict[str, float]:
-        idle, sizes, cost = self._idle, self._sizes, self.cost
+        idle, sizes, cost = self.idle, self.sizes, self.cost
         values = {}
         for digest, chance in zip(idle, self.requests.chances(idle, self._ahead), strict=True):
             size_bytes = sizes[digest]

@@ -51,15 +51,6 @@ class SourcesConfig(Config, frozen=True, kw_only=True):
             extra=EXPERT,
         ),
     ] = 300.0
-    source_modules: Annotated[
-        str,
-        Meta(description="Python modules to import at start, which add sources of adapters; comma-separated"),
-    ] = ""
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The names in `source_modules`."""
-        return _parts(self.source_modules)
 
     @property
     def roots(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from motet.services.registry.metrics import ADAPTERS, BLOB_BYTES, REGISTRATIONS,
 from motet.services.registry.own_directory import OwnDirectory
 from motet.services.registry.paths import open_directory
 from motet.services.registry.peft import Converted, convert
-from motet.services.registry.sources import Sources, load_modules
+from motet.services.registry.sources import Sources
 from motet.services.registry.store import AdapterStore, check_name
 from motet.services.registry.threads import in_thread
 from motet.services.registry.usage import IDLE_S, Usage
@@ -99,7 +99,6 @@ class RegistryService:
 
     async def start(self) -> None:
         config = self._config
-        load_modules(config.sources.modules)
         self._model = await in_thread(lambda: resolve_model(config.base.model, files=BASE_FILES))
         try:
             self._shapes: BaseShapes = read_shapes(self._model)

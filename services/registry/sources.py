@@ -4,22 +4,14 @@
     hub      a repository of a Hugging Face hub
     upload   an archive that a gateway has put into the uploads bucket
 
-A module of --source-modules adds another kind, which clients then name as `"source": "s3:<location>"` (docs/operations.md):
-
-    class Bucket(Source):
-        remote = True
-
-        async def fetch(self, location: str, *, chat: bool) -> PeftFiles: ...
-
-    SOURCES["s3"] = lambda config, store: Bucket()
+A plug-in adds another kind, which clients then name as `"source": "s3:<location>"` (docs/extending.md).
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from motet.services.registry.archives import read_archive
@@ -30,8 +22,8 @@ from motet.services.registry.paths import is_there, open_path
 from motet.services.registry.store import AdapterStore
 from motet.services.registry.threads import in_thread
 from motet.services.registry.unpack import MAX_OTHER_BYTES
-from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest
+from motet.shared.tables import Table
 from motet.shared.wire.registry import RegisterAdapter
 
 LOCAL_SLOTS = 2  # adapters being read, checked and stored at once: each needs about twice its size in memory
@@ -65,23 +57,16 @@ class UploadSource(Source):
                 await self._store.drop_upload(location)
 
 
-SOURCES: dict[str, Callable[[RegistryConfig, AdapterStore], Source]] = {
-    "path": lambda config, _: PathSource(config),
-    "hub": lambda config, _: HubSource(config.hub),
-    "upload": UploadSource,
-}
+SOURCES: Table[Callable[[RegistryConfig, AdapterStore], Source]] = Table(
+    {
+        "path": lambda config, _: PathSource(config),
+        "hub": lambda config, _: HubSource(config.hub),
+        "upload": UploadSource,
+    }
+)
 """What opens the source of each kind, when a registry starts."""
 ANY = "any"
 """A path where there is one, else a repository of the hub."""
-
-
-def load_modules(names: Iterable[str]) -> None:
-    """Import modules that add sources. Raises ConfigError for one that cannot be imported."""
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"--source-modules: {name}: {error}") from error
 
 
 class Sources:

@@ -13,7 +13,7 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `kind` "path": a directory or archive below one of the registry's allowed roots; "hub": a Hugging Face id;
     "upload": an object in the uploads bucket (zip or tar, optionally gzipped); "any": a path if it exists, else a hub id.
-    A registry may have other kinds too (its --source-modules).
+    A registry may have other kinds too (of its plug-ins).
     Without `replace` an existing name is refused (AdapterExists).
     """
 

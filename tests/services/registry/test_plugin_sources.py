@@ -1,4 +1,4 @@
-"""Promise: a module adds a source of adapters, and nothing else has to know its kind."""
+"""Promise: a source of adapters is an entry of a table, and nothing else has to know its kind."""
 
 from __future__ import annotations
 
@@ -6,48 +6,38 @@ from pathlib import Path
 
 import pytest
 
-from motet.services.registry import sources
-from motet.shared.config import ConfigError
+from motet.services.registry.files import PeftFiles, Source, quoted
+from motet.services.registry.sources import SOURCES
+from motet.services.registry.threads import in_thread
 from motet.shared.errors import BadRequest, InvalidAdapter
 from tests.services.registry.conftest import Client
 from tests.support_adapters import write_adapter
 
-SHELF = """
-from motet.services.registry.files import PeftFiles, Source, quoted
-from motet.services.registry.sources import SOURCES
-from motet.services.registry.threads import in_thread
-from motet.shared.errors import InvalidAdapter
-from pathlib import Path
 
 class Shelf(Source):
     remote = True
 
-    async def fetch(self, location, *, chat):
-        return await in_thread(lambda: take(Path({shelf!r}) / location))
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
-def take(path):
-    if not path.exists():
-        raise InvalidAdapter(f"there is no {{quoted(path.name)}} on the shelf")
-    weights = path / "adapter_model.safetensors"
-    return PeftFiles(
-        config_json=(path / "adapter_config.json").read_bytes(),
-        weights=weights.open("rb"),
-        size_bytes=weights.stat().st_size,
-        source=f"shelf:{{path.name}}",
-    )
+    async def fetch(self, location: str, *, chat: bool) -> PeftFiles:
+        return await in_thread(lambda: self._taken(location))
 
-SOURCES["shelf"] = lambda config, store: Shelf()
-"""
+    def _taken(self, name: str) -> PeftFiles:
+        path = self._directory / name
+        if not path.exists():
+            raise InvalidAdapter(f"there is no {quoted(name)} on the shelf", param="location")
+        weights = path / "adapter_model.safetensors"
+        config_json, size_bytes = (path / "adapter_config.json").read_bytes(), weights.stat().st_size
+        return PeftFiles(config_json=config_json, weights=weights.open("rb"), size_bytes=size_bytes, source=f"shelf:{name}")
 
 
-async def test_adapters_come_from_the_source_that_a_module_adds(
+async def test_adapters_come_from_a_source_that_was_added(
     start_registry, connect, roots: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     write_adapter(tmp_path / "shelf" / "mine")
-    (tmp_path / "shelf_source.py").write_text(SHELF.format(shelf=str(tmp_path / "shelf")))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sources, "SOURCES", dict(sources.SOURCES))
-    await start_registry(source_modules="shelf_source")
+    monkeypatch.setitem(SOURCES, "shelf", lambda config, store: Shelf(tmp_path / "shelf"))
+    await start_registry()
     client = Client(await connect("gateway"), roots)
     info = await client.register("a", "mine", kind="shelf")
     assert (info.entry.source, info.version.rank > 0) == ("shelf:mine", True)
@@ -55,8 +45,3 @@ async def test_adapters_come_from_the_source_that_a_module_adds(
     assert isinstance(error, InvalidAdapter) and (error.param, "no 'other' on" in error.message) == ("location", True)
     error = await client.refused("b", "other", kind="ftp")
     assert isinstance(error, BadRequest) and "one of path, hub, upload, shelf, any is expected" in error.message
-
-
-async def test_a_module_that_cannot_be_imported_ends_the_start(start_registry):
-    with pytest.raises(ConfigError, match="--source-modules: no_such_module: No module named"):
-        await start_registry(source_modules="no_such_module")
