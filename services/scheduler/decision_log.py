@@ -15,10 +15,11 @@ from pathlib import Path
 import msgspec
 
 from motet.policies.cluster.candidates import Ask
-from motet.policies.cluster.dispatch import POLICIES, Decision, decide
-from motet.policies.cluster.objectives import Admission
+from motet.policies.cluster.dispatch import Decision
+from motet.policies.cluster.scheduler_core import SchedulerCore
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import ClusterEvent
+from motet.shared.scheduler_options import SchedulerOptions
 from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler.decision_log")
@@ -28,15 +29,13 @@ MAX_BYTES = 256 << 20
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     """How the scheduler was configured."""
 
-    policy: str
-    admission: Admission = "room"
-    stale_s: float
+    options: SchedulerOptions
     drop_s: float
-    in_flight_s: float
 
     def cluster(self) -> WatchedCluster:
         """A new cluster with this configuration and without workers."""
-        return WatchedCluster(stale_s=self.stale_s, drop_s=self.drop_s, in_flight_s=self.in_flight_s)
+        options = self.options
+        return WatchedCluster(stale_s=options.stale_s, drop_s=self.drop_s, in_flight_s=options.in_flight_s)
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):
@@ -91,20 +90,12 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decision]]:
     setup = next(logged, None)
     if not isinstance(setup, Setup):
         raise ValueError(f"{path.name}: record 1 is not a scheduler's set-up")
-    cluster, choose = setup.cluster(), POLICIES.named(setup.policy)()
+    cluster = setup.cluster()
+    core = SchedulerCore(setup.options, cluster.state)
     for record in logged:
         match record:
             case Decided():
-                again = decide(
-                    choose,
-                    cluster.state,
-                    record.ask,
-                    record.now_s,
-                    stale_s=setup.stale_s,
-                    avg_resp_len=record.avg_resp_len,
-                    admission=setup.admission,
-                )
-                yield record, again
+                yield record, core.decide(record.ask, record.now_s, record.avg_resp_len)
             case Setup():
                 raise ValueError(f"{path.name}: a second set-up")
             case _:

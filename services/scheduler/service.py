@@ -66,13 +66,7 @@ class SchedulerService(BusService):
         self._leases: LeaseWatch | None = None
         self.lengths = LengthQuantiles(ADAPTERS)
         self._log: DecisionLog | None = None
-        setup = Setup(
-            policy=config.policy,
-            admission=config.admission,
-            stale_s=config.stale_s,
-            drop_s=config.drop_s,
-            in_flight_s=config.in_flight_s,
-        )
+        setup = Setup(options=config.options, drop_s=config.drop_s)
         if config.decision_log:
             self._log = _open_log(config.decision_log, setup)
         self.cluster = setup.cluster()

@@ -22,7 +22,6 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     worker_id: str
     incarnation: str
     seq: int
-    sent_unix_ms: int = 0  # no longer read; a scheduler of the version before wants it
     limits: WorkerLimits
     perf: PerfModel
     kv_blocks_free: int
@@ -44,7 +43,6 @@ class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
     worker_id: str
     incarnation: str
     seq: int
-    sent_unix_ms: int = 0  # no longer read; a scheduler of the version before wants it
     kv_blocks_free: int
     adapter_bytes_free: int
     draining: bool

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import fields
 
+import bench.rivals  # noqa: F401 (adds the names)
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.times.step_record import Step

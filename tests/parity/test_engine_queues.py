@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import bench.rivals  # noqa: F401 (adds the names)
 from motet.services.worker.engines.request import EngineRequest
 from tests.services.worker.support_engine import PacedRunner, make_engine, request, run
 

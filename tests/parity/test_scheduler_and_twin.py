@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import bench.rivals  # noqa: F401 (adds the names)
 from motet.policies.cluster.describe import brief_of
 from motet.services.scheduler import service as live
 from motet.services.scheduler.config import SchedulerConfig

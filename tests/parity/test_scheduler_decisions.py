@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+import bench.rivals  # noqa: F401 (adds the names)
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.dispatch import POLICIES, decide
 from motet.services.scheduler.config import SchedulerConfig
@@ -17,13 +18,14 @@ from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
 from motet.shared.config import ConfigError
 from motet.shared.errors import Overloaded
+from motet.shared.scheduler_options import SchedulerOptions
 from motet.shared.wire.request import SubmitReply
 from tests.services.scheduler.test_cluster import snapshot
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
 
 REQUESTS = 120
-SETUP = Setup(policy="motet", stale_s=3.0, drop_s=10.0, in_flight_s=3.0)
+SETUP = Setup(options=SchedulerOptions(admission="room"), drop_s=10.0)
 
 
 @pytest.mark.parametrize("policy", ["motet", "rank-aware", "round-robin"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import bench.rivals  # noqa: F401 (adds the names)
 from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.memory.host_tier import Evict, HostTier, Load
 from motet.policies.memory.kv_blocks import KvBlocks

@@ -204,7 +204,7 @@ async def test_a_worker_with_impossible_limits_is_ignored_and_the_status_still_a
 
 async def test_after_a_refusal_the_next_best_worker_gets_the_request(bus, schedule, hire):
     full, free = await hire("a-full"), await hire("b-free")
-    await schedule(policy="rank-aware")
+    await schedule(policy="rank-aware", plugins="bench.rivals")
     full.refuse = Overloaded("queue full", retry_after_s=2.0)
     assert (await submit(bus, generate_request("r1"))).worker_id == "b-free"
     assert len(full.assigned) == len(free.assigned) == 1
@@ -212,7 +212,7 @@ async def test_after_a_refusal_the_next_best_worker_gets_the_request(bus, schedu
 
 async def test_a_refusal_because_of_the_request_is_final(bus, schedule, hire):
     first, second = await hire("a"), await hire("b")
-    await schedule(policy="rank-aware")
+    await schedule(policy="rank-aware", plugins="bench.rivals")
     for error in (AdapterNotFound("no adapter x", param="model"), BadRequest("seed is odd", param="seed")):
         first.refuse = error
         answer = await submit(bus, generate_request())
@@ -223,7 +223,7 @@ async def test_a_refusal_because_of_the_request_is_final(bus, schedule, hire):
 async def test_when_all_tried_workers_are_full_the_answer_is_overloaded_with_the_soonest_retry(bus, schedule, hire):
     for number in range(4):
         (await hire(f"w{number}")).refuse = Overloaded("queue full", retry_after_s=4.0 - number)
-    await schedule(policy="rank-aware")
+    await schedule(policy="rank-aware", plugins="bench.rivals")
     answer = await submit(bus, generate_request())
     assert isinstance(answer, Overloaded) and answer.retry_after_s == 2.0  # three attempts: w0, w1, w2
 
@@ -231,7 +231,7 @@ async def test_when_all_tried_workers_are_full_the_answer_is_overloaded_with_the
 async def test_an_internal_error_of_one_worker_is_not_the_end(bus, schedule, hire):
     (await hire("a")).refuse = MotetError("adapter file is broken")
     await hire("b")
-    await schedule(policy="rank-aware")
+    await schedule(policy="rank-aware", plugins="bench.rivals")
     assert (await submit(bus, generate_request())).worker_id == "b"
 
 
@@ -323,7 +323,7 @@ async def test_an_adapter_for_a_model_that_runs_without_adapters_is_a_bad_reques
 async def test_a_request_that_needs_a_capability_goes_to_a_worker_that_has_it(bus, schedule, hire):
     await hire("a-native")
     await hire("b-vllm", limits=worker_limits(engine="vllm", capabilities=("structured",)))
-    await schedule(policy="rank-aware")
+    await schedule(policy="rank-aware", plugins="bench.rivals")
     assert (await submit(bus, generate_request())).worker_id == "a-native"
     assert (await submit(bus, generate_request(needs={"structured": "regex"}))).worker_id == "b-vllm"
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import bench.rivals  # noqa: F401 (adds the names)
 import motet.kernels.lora
 import motet.kernels.triton
 from motet.kernels.device.driver import DriverError
