@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from motet.cli.lifeline import dying_with_parent
+from motet.cli.lifeline import Bound
 from motet.shared.clock import now_s
 
 
@@ -30,7 +30,7 @@ def binary() -> str:
     return found
 
 
-class NatsServer:
+class NatsServer(Bound):
     """One nats-server child. `config_text` is appended to the generated configuration (authorization, limits).
 
     The data directory outlives the process: a server started on the same directory has its streams and buckets.
@@ -42,7 +42,6 @@ class NatsServer:
         self.data_dir, self.port, self.host = data_dir, port, host
         self.log_path = log_path or data_dir / "nats.log"
         self.config_text = config_text
-        self._process: subprocess.Popen[bytes] | None = None
         self._store_bytes = 0  # the most that JetStream could ever have
         self._monitor_url = ""
         self.url = ""
@@ -62,18 +61,11 @@ class NatsServer:
             f"{self.config_text}\n"
         )
         with self.log_path.open("ab") as sink:  # what is said before the configuration is read
-            self._process = subprocess.Popen(
-                [binary(), "-c", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-                preexec_fn=dying_with_parent(),
-            )
+            process = self._run([binary(), "-c", str(config)], stdout=sink, stderr=sink)
         deadline = now_s() + timeout_s
         try:
             while True:
-                if self._process.poll() is not None or now_s() > deadline:
+                if process.poll() is not None or now_s() > deadline:
                     self.kill()
                     raise NatsStartError("nats-server did not start:\n" + self.log_path.read_text()[-2000:])
                 for ports in ports_dir.glob("*.ports"):
@@ -111,19 +103,6 @@ class NatsServer:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return []
         return [error["stream"] for error in errors if "write error" in error.get("error", "") and "stream" in error]
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        """Process id of the latest start, 0 before the first."""
-        return 0 if self._process is None else self._process.pid
-
-    def exit_code(self) -> int | None:
-        """The exit status; None while it runs and before the first start."""
-        return None if self._process is None else self._process.poll()
 
     def kill(self) -> None:
         """Send SIGKILL, to simulate a crash."""
