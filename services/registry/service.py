@@ -56,7 +56,7 @@ from motet.shared.malloc import return_large_buffers
 from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest
 from motet.shared.provision import provision
 from motet.shared.refused_adapters import RefusedAdapters
-from motet.shared.service import run
+from motet.shared.service import BusService, run
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, check_tenant
 from motet.shared.tokenizer import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE
@@ -84,14 +84,14 @@ ORPHANS_EVERY_S = 300.0
 PAGE = 1000
 
 
-class RegistryService:
+class RegistryService(BusService):
     """A registry process (`shared.service.Service`)."""
 
     name = "registry"
 
     def __init__(self, config: RegistryConfig) -> None:
+        super().__init__(config)
         self._config = config
-        self._bus: Bus | None = None
         self.usage = Usage()
         self._waiting = 0
         self._own_tensors: dict[str, TensorDigest] = {}
@@ -150,17 +150,6 @@ class RegistryService:
         if starting := self._starting or self._own.starting:
             return [starting]
         return self._bus.troubles() if self._bus is not None and self._bus.connected else ["NATS is not reachable"]
-
-    def failure(self) -> str:
-        return self._bus.lost if self._bus is not None else ""
-
-    async def drain(self) -> None:
-        if self._bus is not None:
-            await self._bus.stop_serving()
-
-    async def stop(self) -> None:
-        if self._bus is not None:
-            await self._bus.close()
 
     # ---- verbs
 

@@ -25,7 +25,6 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from motet.policies.cluster.describe import brief_of
 from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.assemble import worker_core
 from motet.policies.worker.worker_core import WorkerCore
@@ -302,12 +301,7 @@ class WorkerService:
         if request.kv is not None and self.shell.travel is not None:
             known, rank = request.prompt_tokens + request.output_tokens, adapter.rank if adapter is not None else 0
             taken = replace(taken, kv_wait_s=self.shell.travel.wait_s(request.kv, known, rank))
-        brief = brief_of(
-            request,
-            predicted_tokens=request.predicted_tokens,
-            epoch=request.epoch,
-            output_tokens=request.output_tokens,
-        )
+        brief = taken.brief(taken.output_tokens)
         refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken, taken.kv_wait_s > 0))
         if refusal is None:
             return

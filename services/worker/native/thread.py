@@ -30,7 +30,6 @@ from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
 from motet.shared.model import Capability
 from motet.shared.telemetry import logger
-from motet.shared.wire.stream import StreamItem
 
 if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter
@@ -279,5 +278,4 @@ def _add(engine: Engine, request: EngineRequest) -> StepOutput | None:
     except Exception as error:
         log.exception("request not added", extra={"request_id": request.request_id})
         refused = MotetError(f"the engine failed: {error!r}")
-    item = StreamItem(request.request_id, request.epoch, request.output_tokens, [], finish="error", error=refused.info())
-    return StepOutput(items={request.gateway_id: [item]})
+    return StepOutput(items={request.gateway_id: [request.item(request.output_tokens, "error", error=refused)]})

@@ -200,7 +200,7 @@ class VllmEngine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
         sampling, live = request.sampling, sequence(request, self.core, self.slot_bytes)
-        item = StreamItem(request.request_id, request.epoch, live.output_tokens, [])
+        item = request.item(live.output_tokens)
         banned = {word[0] for word in sampling.bad_words if len(word) == 1}
         if sampling.allowed_token_ids and banned.issuperset(sampling.allowed_token_ids):
             item.finish = "error"
@@ -223,7 +223,7 @@ class VllmEngine:
         for live in (*state.waiting, *state.running):
             if live.request.request_id == request_id and live.request.epoch <= epoch:
                 self._drop(live)
-                self._end(live, StreamItem(request_id, live.request.epoch, live.output_tokens, [], "cancelled"))
+                self._end(live, live.request.item(live.output_tokens, "cancelled"))
                 self._pump()
                 return
 
@@ -448,8 +448,7 @@ class VllmEngine:
             self._since_s, self._usage = None, 0.0  # vLLM says nothing more until it runs again
 
     def _fail(self, live: VllmSequence, error: MotetError) -> None:
-        request = live.request
-        self._end(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], "error", error=error.info()))
+        self._end(live, live.request.item(live.output_tokens, "error", error=error))
 
     def _end_all(self, error: MotetError) -> None:
         state = self._entry.state
