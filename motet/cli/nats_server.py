@@ -16,6 +16,8 @@ import aiohttp
 from motet.cli.lifeline import Bound
 from motet.shared.clock import now_s
 
+START_S = 10.0
+
 
 class NatsStartError(Exception):
     """The server binary is missing or did not start; the message contains its last log lines."""
@@ -36,17 +38,15 @@ class NatsServer(Bound):
     The data directory outlives the process: a server started on the same directory has its streams and buckets.
     """
 
-    def __init__(
-        self, data_dir: Path, *, config_text: str = "", port: int = -1, host: str = "127.0.0.1", log_path: Path | None = None
-    ) -> None:
-        self.data_dir, self.port, self.host = data_dir, port, host
+    def __init__(self, data_dir: Path, *, config_text: str = "", port: int = -1, log_path: Path | None = None) -> None:
+        self.data_dir, self.port = data_dir, port
         self.log_path = log_path or data_dir / "nats.log"
         self.config_text = config_text
         self._store_bytes = 0  # the most that JetStream could ever have
         self._monitor_url = ""
         self.url = ""
 
-    async def start(self, *, timeout_s: float = 10.0) -> str:
+    async def start(self) -> str:
         """Start and wait until it accepts connections; returns the URL. A restart keeps the port."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
         ports_dir = Path(tempfile.mkdtemp(prefix="ports-", dir=self.data_dir))
@@ -54,7 +54,7 @@ class NatsServer(Bound):
         config.touch(mode=0o600)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(
-            f'host: "{self.host}"\nport: {self.port}\nhttp: "127.0.0.1:-1"\nports_file_dir: "{ports_dir}"\n'
+            f'host: "127.0.0.1"\nport: {self.port}\nhttp: "127.0.0.1:-1"\nports_file_dir: "{ports_dir}"\n'
             f'jetstream {{ store_dir: "{self.data_dir / "jetstream"}", max_file_store: {self._room()} }}\n'
             f"max_payload: 8MB\nmax_pending: 256MB\n"
             f'write_deadline: 10s\nlog_file: "{self.log_path}"\nlogfile_size_limit: 4MB\nlogfile_max_num: 2\n'
@@ -62,7 +62,7 @@ class NatsServer(Bound):
         )
         with self.log_path.open("ab") as sink:  # what is said before the configuration is read
             process = self._run([binary(), "-c", str(config)], stdout=sink, stderr=sink)
-        deadline = now_s() + timeout_s
+        deadline = now_s() + START_S
         try:
             while True:
                 if process.poll() is not None or now_s() > deadline:

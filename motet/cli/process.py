@@ -22,10 +22,10 @@ TAIL_LINES = 15
 NO_ANSWER = "does not answer yet"
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """A TCP port that is free at this moment."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 

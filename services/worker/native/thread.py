@@ -45,7 +45,7 @@ NATIVE: frozenset[Capability] = frozenset()
 
 
 class EngineThread:
-    """Owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in the order of steps."""
+    """An `EngineProtocol` that owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in step order."""
 
     def __init__(self, build: Callable[[], Engine], deliver: Callable[[StepReport], None]) -> None:
         self._build, self._deliver = build, deliver
@@ -96,11 +96,9 @@ class EngineThread:
         self._post(lambda engine: _ignore(engine.unload_adapter(digest)))
 
     def abort_all(self, error: MotetError) -> None:
-        """End all running and waiting requests with `error`."""
         self._post(lambda engine: engine.abort_all(error))
 
     def busy_s(self) -> float:
-        """How long the present step has been running; 0 between steps."""
         since = self._busy_since
         return now_s() - since if since is not None else 0.0
 
