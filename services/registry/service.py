@@ -166,21 +166,9 @@ class RegistryService(BusService):
         except Exception:
             REGISTRATIONS.labels("failed").inc()
             raise
-        REGISTRATIONS.labels(outcome).inc()
-        log.info(
-            f"adapter {outcome}",
-            extra={
-                "adapter": ask.name,
-                "tenant": ask.tenant,
-                "digest": info.entry.digest[:12],
-                "version": info.entry.version,
-                "rank": info.version.rank,
-            }
-            | _left_out(info),
-        )
-        if outcome != "unchanged":
-            await self.followers.after(ask.name)
-            await self._note(f"adapter.{outcome}", ask, info)
+        entry = info.entry
+        facts = {"tenant": ask.tenant, "digest": entry.digest[:12], "version": entry.version, "rank": info.version.rank}
+        await self._registered(ask, info, outcome, facts)
         if ask.tenant == SHARED and self._config.sources.adapters_dir:
             await self.store.forget(ask.name, forget=False)
         if self._bus is not None and ask.tenant == SHARED and self.adapters.refused.reason(ask.name) is not None:
@@ -421,15 +409,16 @@ class RegistryService(BusService):
         async with self._sources.local:
             files = await in_thread(lambda: open_directory(path, [root], self._config.limits.max_adapter_bytes, source=source))
             info, outcome = await self._take_in(ask, files)
+        await self._registered(ask, info, outcome, {})
+
+    async def _registered(self, ask: RegisterAdapter, info: AdapterInfo, outcome: str, facts: dict[str, object]) -> None:
+        """Count, log and audit a registration, and let aliases follow it."""
         REGISTRATIONS.labels(outcome).inc()
-        log.info(f"adapter {outcome}", extra={"adapter": name} | _left_out(info))
+        left_out = {"left_out": ", ".join(info.entry.left_out)} if info.entry.left_out else {}
+        log.info(f"adapter {outcome}", extra={"adapter": ask.name} | facts | left_out)
         if outcome != "unchanged":
-            await self.followers.after(name)
+            await self.followers.after(ask.name)
             await self._note(f"adapter.{outcome}", ask, info)
-
-
-def _left_out(info: AdapterInfo) -> dict[str, str]:
-    return {"left_out": ", ".join(info.entry.left_out)} if info.entry.left_out else {}
 
 
 def main(config: RegistryConfig) -> int:

@@ -36,8 +36,7 @@ from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
 from motet.services.worker.engines.opening import Opened, Wiring, open_engine
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.engines.request import EngineRequest, StepReport
 from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.kv_transfer import KvTransfer

@@ -150,3 +150,18 @@ class StepOutput:
         """Whether nothing was computed and there is nothing to report."""
         ran = self.stats.decode_rows or self.stats.prefill_requests
         return not (ran or self.items or self.changed or self.residency or self.failure)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """The event loop's report of one step, which began at `began_s`; its duration is in the statistics.
+
+    `failures` counts consecutive failing steps, this one included.
+    """
+
+    step: int
+    began_s: float
+    output: StepOutput
+    failures: int
+    kv_blocks_free: int
+    adapter_bytes_free: int

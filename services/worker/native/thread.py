@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from motet.services.worker import metrics
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest, StepOutput
+from motet.services.worker.engines.request import EngineRequest, StepOutput, StepReport
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
 from motet.shared.model import Capability
@@ -45,7 +44,7 @@ NATIVE: frozenset[Capability] = frozenset()
 
 
 class EngineThread:
-    """An `EngineProtocol` that owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in step order."""
+    """An `EngineProtocol`: owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in step order."""
 
     def __init__(self, build: Callable[[], Engine], deliver: Callable[[StepReport], None]) -> None:
         self._build, self._deliver = build, deliver

@@ -34,8 +34,7 @@ from msgspec.structs import replace
 from motet.policies.step.engine_entry import EngineEntry
 from motet.policies.worker.assemble import DeviceMemory, engine_entry
 from motet.services.worker import metrics
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest, ResidencyChange, StepOutput, StepStats
+from motet.services.worker.engines.request import EngineRequest, ResidencyChange, StepOutput, StepReport, StepStats
 from motet.services.worker.vllm_engine.adapters import CoreAdapters
 from motet.services.worker.vllm_engine.core import Core, VllmOptions, start_core, warm
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter

@@ -9,8 +9,7 @@ from typing import Any
 
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engines.opening import Facts, Opened, Wiring
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest, StepOutput
+from motet.services.worker.engines.request import EngineRequest, StepOutput, StepReport
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError
 from motet.shared.model import Capability, WorkerLimits
