@@ -23,7 +23,7 @@ from motet.cli.lifeline import dying_with_parent
 from motet.cli.nats_server import NatsServer
 from motet.cli.process import tail
 from motet.services.worker.config import WorkerConfig
-from motet.services.worker.engines.report import StepReport
+from motet.services.worker.engines.request import StepReport
 from motet.services.worker.profiling import publish, random_adapter
 from motet.services.worker.service import WorkerService
 from motet.shared import subjects

@@ -44,8 +44,7 @@ from motet.services.registry.sources import SOURCES
 from motet.services.registry.threads import in_thread
 from motet.services.worker.config import ENGINES, WorkerConfig
 from motet.services.worker.engines.opening import Facts, Opened, Wiring
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest, StepOutput
+from motet.services.worker.engines.request import EngineRequest, StepOutput, StepReport
 from motet.shared.clock import now_s
 from motet.shared.errors import InvalidAdapter, MotetError
 from motet.shared.model import Capability, SamplingParams, WorkerLimits

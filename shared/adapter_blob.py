@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -117,6 +117,15 @@ def safetensors_header(data: bytes | memoryview, size_bytes: int) -> tuple[dict[
     if end != data_bytes:
         raise InvalidAdapter(f"{data_bytes - end} bytes after the last tensor")
     return tensors, metadata, 8 + length
+
+
+def read_header(file: BinaryIO, size_bytes: int) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
+    """`safetensors_header` of an open file of `size_bytes`, at its beginning."""
+    head = file.read(8)
+    length = int.from_bytes(head, "little")
+    if len(head) == 8 and length <= min(MAX_HEADER_BYTES, size_bytes - 8):
+        head += file.read(length)
+    return safetensors_header(head, size_bytes)
 
 
 def pages_for(rank: int) -> int:

@@ -29,16 +29,7 @@ class BaseShapes(msgspec.Struct, frozen=True, kw_only=True):
     def linear(self, module: str) -> tuple[int, int]:
         """(in, out) features of one of `shared.model.MODULES`."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes = {
-            "q_proj": (self.hidden_size, query),
-            "k_proj": (self.hidden_size, key),
-            "v_proj": (self.hidden_size, key),
-            "o_proj": (query, self.hidden_size),
-            "gate_proj": (self.hidden_size, self.intermediate_size),
-            "up_proj": (self.hidden_size, self.intermediate_size),
-            "down_proj": (self.intermediate_size, self.hidden_size),
-        }
-        return shapes[module]
+        return projections(self.hidden_size, self.intermediate_size, query, key)[module]
 
     def parent(self, module: str) -> str:
         """The block that holds `module`: `self_attn` or `mlp`."""
@@ -51,6 +42,19 @@ class BaseShapes(msgspec.Struct, frozen=True, kw_only=True):
     def paths(self) -> list[str]:
         """Every linear layer an adapter can target."""
         return [self.path(layer, module) for layer in range(self.layers) for module in MODULES]
+
+
+def projections(hidden: int, mlp: int, query: int, key: int) -> dict[str, tuple[int, int]]:
+    """{module: (in, out)} of the linear layers of a decoder's layer, in the order of `shared.model.MODULES`."""
+    return {
+        "q_proj": (hidden, query),
+        "k_proj": (hidden, key),
+        "v_proj": (hidden, key),
+        "o_proj": (query, hidden),
+        "gate_proj": (hidden, mlp),
+        "up_proj": (hidden, mlp),
+        "down_proj": (mlp, hidden),
+    }
 
 
 def shapes_of(config: Mapping[str, Any]) -> BaseShapes:

@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from motet.shared.adapter_blob import MAX_HEADER_BYTES, TensorInfo, safetensors_header
+from motet.shared.adapter_blob import TensorInfo, read_header
 from motet.shared.errors import MotetError
 from motet.shared.hf_config import UnsupportedModel, canonical, read_raw_config
 from motet.shared.model import TensorDigest
@@ -38,11 +38,7 @@ def base_tensors(directory: Path) -> dict[str, TensorDigest]:
 def _of_file(path: Path) -> dict[str, TensorDigest]:
     found = {}
     with path.open("rb") as file:
-        size_bytes = path.stat().st_size
-        head = file.read(8)
-        if int.from_bytes(head, "little") <= MAX_HEADER_BYTES:
-            head += file.read(int.from_bytes(head, "little"))
-        tensors, _, start = safetensors_header(head, size_bytes)
+        tensors, _, start = read_header(file, path.stat().st_size)
         for name, info in tensors.items():
             module = name.removesuffix(".weight").rpartition(".")[2]
             if module in (EMBEDDING, OUTPUT) and name.endswith(".weight"):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from motet.shared.config import ConfigError
 
 MAX_JSON_BYTES = 16 << 20
+QUOTED_CHARS = 200
 SIZE_MAX = 1 << 24
 LAYERS_MAX = 4096
 LENGTH_MAX = 1 << 31
@@ -112,9 +113,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """{model_type: the values of fields that a file leaves out}, as transformers' classes have them. A null is not left out."""
 
 
-def shorten(text: str, limit: int = 200) -> str:
-    """`text`, cut to `limit` characters: files are quoted in messages of one line."""
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+def shorten(text: str) -> str:
+    """`text`, cut to `QUOTED_CHARS`: files are quoted in messages of one line."""
+    return text if len(text) <= QUOTED_CHARS else f"{text[: QUOTED_CHARS - 3]}..."
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -78,7 +78,7 @@ class LeaseWatch:
     followed, and nothing expires while no renewal arrives at all.
     """
 
-    def __init__(self, bus: Bus, kind: str, on_lost: Callable[[str], None], own: LeaseHolder | None = None) -> None:
+    def __init__(self, bus: Bus, kind: str, on_lost: Callable[[str], object], own: LeaseHolder | None = None) -> None:
         self._bus, self._kind, self._on_lost, self._own = bus, kind, on_lost, own
         self._seen: dict[str, _Held] = {}
         self._renewal_s = 0.0  # when the last renewal of any lease came

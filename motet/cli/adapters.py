@@ -6,17 +6,16 @@ import asyncio
 import io
 import re
 import tarfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import click
-from rich.table import Table
 
-from motet.cli.chat import connection, print_json, terminal
 from motet.cli.client import Client
 from motet.cli.status import refused_lines
+from motet.cli.terminal import as_json_option, ask, connection, print_json, table, terminal
 from motet.shared.adapter_chat import is_text_file
 from motet.shared.tokenizer import TEMPLATES_DIR
 
@@ -33,11 +32,6 @@ def adapters() -> None:
     An adapter's name is the `model` of a request. Each version is identified by the digest of its content. Requests that run
     on a replaced or removed version finish on it.
     """
-
-
-def as_json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--json` for scripts."""
-    return click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON.")(command)
 
 
 def _of_tenant(text: str) -> Callable[..., Any]:
@@ -57,15 +51,14 @@ def list_(tenant: str | None, url: str, as_json: bool) -> None:
       motet adapters list --json | jq -r .data[].id
     """
     params = _params(tenant)
-    answer = _ask(url, lambda client: client.call("GET", "/v1/adapters", params=params))
+    answer = ask(url, "GET", "/v1/adapters", params=params)
     if as_json:
         return print_json(answer)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("name", "tenant", "rank", "size", "version", "digest", "modules", "resident", "pinned"):
-        table.add_column(title, justify="right" if title in ("rank", "size", "version") else "left")
+    titles = ("name", "tenant", "rank", "size", "version", "digest", "modules", "resident", "pinned")
+    listed = table(*titles, right=("rank", "size", "version"))
     for card in answer["data"]:
-        table.add_row(*_row(card))
-    terminal().print(table)
+        listed.add_row(*_row(card))
+    terminal().print(listed)
     for line in refused_lines(answer.get("refused") or {}, most=REFUSED_LISTED):
         click.echo(line)
 
@@ -76,7 +69,7 @@ def list_(tenant: str | None, url: str, as_json: bool) -> None:
 @click.argument("name")
 def show(name: str, url: str, as_json: bool) -> None:
     """Show one adapter: rank, modules, size, digest, versions and where it is resident."""
-    card = _ask(url, lambda client: client.call("GET", _path(name)))
+    card = ask(url, "GET", _path(name))
     if as_json:
         return print_json(card)
     older = card.get("older_versions") or []
@@ -115,19 +108,20 @@ def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
       motet adapters add summaries ./out/checkpoint-1200 --replace
     """
 
-    replace, on_server, tenant, chat = how["replace"], how["on_server"], how["tenant"], how["chat"]
+    path, replace, tenant, chat = Path(source).expanduser(), how["replace"], how["tenant"], how["chat"]
 
-    async def send(client: Client) -> Any:
-        path = Path(source).expanduser()
-        if on_server or not path.exists():
-            field = "path" if on_server else "hub_id" if HUB_ID.fullmatch(source) else "source"
-            if field == "source" and not SOURCE.match(source):
-                raise click.UsageError(f"{source} is neither a file or directory here nor a Hugging Face id")
-            body = {"name": name, field: source, "replace": replace, "tenant": tenant, "chat": chat}
-            return await client.call("POST", "/v1/adapters", json=body)
-        return await upload(client, name, path, replace=replace, tenant=tenant, chat=chat)
+    async def send() -> Any:
+        async with Client(url) as client:
+            return await upload(client, name, path, replace=replace, tenant=tenant, chat=chat)
 
-    card = _ask(url, send)
+    if not how["on_server"] and path.exists():
+        card = asyncio.run(send())
+    else:
+        field = "path" if how["on_server"] else "hub_id" if HUB_ID.fullmatch(source) else "source"
+        if field == "source" and not SOURCE.match(source):
+            raise click.UsageError(f"{source} is neither a file or directory here nor a Hugging Face id")
+        body = {"name": name, field: source, "replace": replace, "tenant": tenant, "chat": chat}
+        card = ask(url, "POST", "/v1/adapters", json=body)
     if as_json:
         return print_json(card)
     click.echo(f"added {card['name']} version {card['version']} ({card['digest'][:12]})")
@@ -151,7 +145,7 @@ def alias(name: str, target: str, pin_version: bool, url: str, as_json: bool) ->
       motet adapters alias summaries-stable summaries --pin-version
     """
     body = {"name": name, "alias_of": target, "pin_version": pin_version}
-    card = _ask(url, lambda client: client.call("POST", "/v1/adapters", json=body))
+    card = ask(url, "POST", "/v1/adapters", json=body)
     print_json(card) if as_json else click.echo(f"{name} is {target} ({card['digest'][:12]}; {_follows(card)})")
 
 
@@ -172,7 +166,7 @@ def rollback(name: str, version: int | None, tenant: str | None, url: str, as_js
       motet adapters rollback summaries 3
     """
     body = {"version": version or 0}
-    card = _ask(url, lambda client: client.call("PATCH", _path(name), params=_params(tenant), json=body))
+    card = ask(url, "PATCH", _path(name), params=_params(tenant), json=body)
     print_json(card) if as_json else click.echo(f"{name} is version {card['version']} again ({card['digest'][:12]})")
 
 
@@ -186,7 +180,7 @@ def rm(name: str, force: bool, forget: bool, tenant: str | None, url: str) -> No
     """Remove an adapter's name, and its weights if no other name uses them."""
     flags = {"force": force, "forget": forget}
     params = {flag: "true" for flag, given in flags.items() if given} | _params(tenant)
-    answer = _ask(url, lambda client: client.call("DELETE", _path(name), params=params))
+    answer = ask(url, "DELETE", _path(name), params=params)
     click.echo(f"removed {name}" + ("; it will not return from --adapters-dir" if forget else ""))
     if answer.get("returns_at_start"):
         click.echo(
@@ -211,7 +205,7 @@ def pin(name: str, workers: str | None, tenant: str | None, url: str, as_json: b
       motet adapters pin sql --workers worker-0,worker-1
     """
     body = {} if workers is None else {"workers": [one.strip() for one in workers.split(",") if one.strip()]}
-    card = _ask(url, lambda client: client.call("POST", _path(name, "/pin"), params=_params(tenant), json=body))
+    card = ask(url, "POST", _path(name, "/pin"), params=_params(tenant), json=body)
     print_json(card) if as_json else click.echo(f"pinned {name} to {_workers(card)}")
 
 
@@ -221,7 +215,7 @@ def pin(name: str, workers: str | None, tenant: str | None, url: str, as_json: b
 @click.argument("name")
 def unpin(name: str, tenant: str | None, url: str) -> None:
     """Let workers give up an adapter like any other."""
-    _ask(url, lambda client: client.call("DELETE", _path(name, "/pin"), params=_params(tenant)))
+    ask(url, "DELETE", _path(name, "/pin"), params=_params(tenant))
     click.echo(f"unpinned {name}")
 
 
@@ -253,14 +247,6 @@ def pack(directory: Path) -> io.BytesIO:
                 archive.add(path, arcname=name)
     packed.seek(0)
     return packed
-
-
-def _ask(url: str, work: Callable[[Client], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        async with Client(url) as client:
-            return await work(client)
-
-    return asyncio.run(run())
 
 
 def _path(name: str, rest: str = "") -> str:

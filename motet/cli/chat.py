@@ -8,25 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import click
-import orjson
-from rich.console import Console
 
 from motet.cli.client import Client
+from motet.cli.terminal import connection, print_json
 from motet.shared.clock import now_s
-
-PIPE_COLUMNS = 240
-
-
-def connection(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The option for the gateway's URL. The API key comes from MOTET_API_KEY, never from the command line."""
-    return click.option(
-        "--url",
-        default="http://127.0.0.1:8000",
-        envvar="MOTET_URL",
-        show_default=True,
-        help="URL of the gateway, with or without /v1 (or MOTET_URL). MOTET_API_KEY is the API key, MOTET_CA_FILE the"
-        " certificate authority.",
-    )(command)
 
 
 def sampling(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,13 +137,3 @@ def _lines(prompt: str) -> Iterator[str]:
             yield input(prompt)
         except EOFError:
             return
-
-
-def terminal() -> Console:
-    """The console for tables: as wide as the terminal, or wide enough for every column in a pipe."""
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
-
-
-def print_json(value: Any) -> None:
-    """Print a server's answer as JSON, for scripts."""
-    click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())

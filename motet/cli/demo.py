@@ -21,12 +21,12 @@ from rich.table import Table
 
 from motet.cli import credentials
 from motet.cli.adapters import upload
-from motet.cli.chat import terminal
 from motet.cli.client import ApiError, Client
 from motet.cli.nats_server import NatsStartError
 from motet.cli.progress import Progress
 from motet.cli.stack import Stack, StackOptions
 from motet.cli.supervisor import StartFailed
+from motet.cli.terminal import terminal
 from motet.examples.demo import BASE, DEMO, PARSER, TOOL_CALLER
 from motet.shared import subjects
 from motet.shared.bus import Bus

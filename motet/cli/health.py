@@ -9,11 +9,13 @@ import sys
 import urllib.error
 import urllib.request
 
+ANSWER_S = 3.0
 
-def check(url: str, *, timeout_s: float = 3.0) -> str | None:
+
+def check(url: str) -> str | None:
     """None when `url` answers 200, else the reason in one line."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
             return None if answer.status == 200 else f"status {answer.status}"
     except urllib.error.HTTPError as error:
         return f"status {error.code}: {error.read(500).decode(errors='replace')}"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
-from motet.cli.chat import connection, print_json, terminal
-from motet.cli.client import Client
+from motet.cli.terminal import as_json_option, ask, connection, print_json, table, terminal
 from motet.shared.errors import BadRequest
 from motet.shared.keys import ROLES, add_to_key_file
 from motet.shared.tenancy import DEFAULT_TENANT
@@ -35,7 +32,6 @@ class Duration(click.ParamType):
 
 
 DURATION = Duration()
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON.")
 
 
 @click.group()
@@ -54,10 +50,10 @@ def keys() -> None:
 
 @keys.command("list")
 @connection
-@_as_json
+@as_json_option
 def list_(url: str, as_json: bool) -> None:
     """List the keys: id, tenant, role, name, created, expires. Only digests of the keys are stored."""
-    answer = _call(url, "GET", "/v1/keys")
+    answer = ask(url, "GET", "/v1/keys")
     if as_json:
         return print_json(answer)
     names = ("id", "tenant", "role", "name", "created", "expires")
@@ -67,7 +63,7 @@ def list_(url: str, as_json: bool) -> None:
 
 @keys.command()
 @connection
-@_as_json
+@as_json_option
 @click.option("--tenant", default=DEFAULT_TENANT, show_default=True, help="Tenant that the key belongs to.")
 @click.option("--role", default="use", show_default=True, type=click.Choice(ROLES), help="What the key may do.")
 @click.option("--name", default="", help="Description of the key.")
@@ -93,12 +89,12 @@ def create(tenant: str, role: str, name: str, expires: float, file: Path | None,
         except BadRequest as error:
             raise click.UsageError(error.message) from None
     asked = {"tenant": tenant, "role": role, "name": name, "expires_in_s": expires}
-    _show_new(_call(url, "POST", "/v1/keys", json=asked), as_json)
+    _show_new(ask(url, "POST", "/v1/keys", json=asked), as_json)
 
 
 @keys.command()
 @connection
-@_as_json
+@as_json_option
 @click.option("--overlap", default="1d", show_default=True, type=DURATION, help="How long the old key stays valid.")
 @click.argument("key_id")
 def rotate(key_id: str, overlap: float, url: str, as_json: bool) -> None:
@@ -107,7 +103,7 @@ def rotate(key_id: str, overlap: float, url: str, as_json: bool) -> None:
     \b
       motet keys rotate key_5c0f... --overlap 2d
     """
-    _show_new(_call(url, "POST", f"/v1/keys/{key_id}/rotate", json={"overlap_s": overlap}), as_json)
+    _show_new(ask(url, "POST", f"/v1/keys/{key_id}/rotate", json={"overlap_s": overlap}), as_json)
 
 
 @keys.command()
@@ -115,13 +111,13 @@ def rotate(key_id: str, overlap: float, url: str, as_json: bool) -> None:
 @click.argument("key_id")
 def revoke(key_id: str, url: str) -> None:
     """Revoke KEY_ID now. Running requests are finished."""
-    _call(url, "DELETE", f"/v1/keys/{key_id}")
+    ask(url, "DELETE", f"/v1/keys/{key_id}")
     click.echo(f"revoked {key_id}")
 
 
 @click.command()
 @connection
-@_as_json
+@as_json_option
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 1000), help="Number of entries, newest first.")
 def audit(limit: int, url: str, as_json: bool) -> None:
     """List who changed which adapter or key, and when.
@@ -130,19 +126,11 @@ def audit(limit: int, url: str, as_json: bool) -> None:
       motet audit --limit 20
       motet audit --json | jq '.data[] | select(.tenant == "acme")'
     """
-    answer = _call(url, "GET", "/v1/audit", params={"limit": str(limit)})
+    answer = ask(url, "GET", "/v1/audit", params={"limit": str(limit)})
     if as_json:
         return print_json(answer)
     names = ("action", "object", "tenant", "actor", "detail")
     _table(("at", *names), [[_when(event["at"]), *(event[name] for name in names)] for event in answer["data"]])
-
-
-def _call(url: str, method: str, path: str, **more: Any) -> Any:
-    async def run() -> Any:
-        async with Client(url) as client:
-            return await client.call(method, path, **more)
-
-    return asyncio.run(run())
 
 
 def _show_new(key: dict[str, Any], as_json: bool) -> None:
@@ -153,12 +141,10 @@ def _show_new(key: dict[str, Any], as_json: bool) -> None:
 
 
 def _table(names: tuple[str, ...], rows: list[list[str]]) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in names:
-        table.add_column(name)
+    listed = table(*names)
     for row in rows:
-        table.add_row(*row)
-    terminal().print(table)
+        listed.add_row(*row)
+    terminal().print(listed)
 
 
 def _when(unix_s: int | None) -> str:

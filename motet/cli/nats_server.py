@@ -13,8 +13,10 @@ from pathlib import Path
 
 import aiohttp
 
-from motet.cli.lifeline import dying_with_parent
+from motet.cli.lifeline import Bound
 from motet.shared.clock import now_s
+
+START_S = 10.0
 
 
 class NatsStartError(Exception):
@@ -30,24 +32,21 @@ def binary() -> str:
     return found
 
 
-class NatsServer:
+class NatsServer(Bound):
     """One nats-server child. `config_text` is appended to the generated configuration (authorization, limits).
 
     The data directory outlives the process: a server started on the same directory has its streams and buckets.
     """
 
-    def __init__(
-        self, data_dir: Path, *, config_text: str = "", port: int = -1, host: str = "127.0.0.1", log_path: Path | None = None
-    ) -> None:
-        self.data_dir, self.port, self.host = data_dir, port, host
+    def __init__(self, data_dir: Path, *, config_text: str = "", port: int = -1, log_path: Path | None = None) -> None:
+        self.data_dir, self.port = data_dir, port
         self.log_path = log_path or data_dir / "nats.log"
         self.config_text = config_text
-        self._process: subprocess.Popen[bytes] | None = None
         self._store_bytes = 0  # the most that JetStream could ever have
         self._monitor_url = ""
         self.url = ""
 
-    async def start(self, *, timeout_s: float = 10.0) -> str:
+    async def start(self) -> str:
         """Start and wait until it accepts connections; returns the URL. A restart keeps the port."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
         ports_dir = Path(tempfile.mkdtemp(prefix="ports-", dir=self.data_dir))
@@ -55,25 +54,18 @@ class NatsServer:
         config.touch(mode=0o600)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(
-            f'host: "{self.host}"\nport: {self.port}\nhttp: "127.0.0.1:-1"\nports_file_dir: "{ports_dir}"\n'
+            f'host: "127.0.0.1"\nport: {self.port}\nhttp: "127.0.0.1:-1"\nports_file_dir: "{ports_dir}"\n'
             f'jetstream {{ store_dir: "{self.data_dir / "jetstream"}", max_file_store: {self._room()} }}\n'
             f"max_payload: 8MB\nmax_pending: 256MB\n"
             f'write_deadline: 10s\nlog_file: "{self.log_path}"\nlogfile_size_limit: 4MB\nlogfile_max_num: 2\n'
             f"{self.config_text}\n"
         )
         with self.log_path.open("ab") as sink:  # what is said before the configuration is read
-            self._process = subprocess.Popen(
-                [binary(), "-c", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-                preexec_fn=dying_with_parent(),
-            )
-        deadline = now_s() + timeout_s
+            process = self._run([binary(), "-c", str(config)], stdout=sink, stderr=sink)
+        deadline = now_s() + START_S
         try:
             while True:
-                if self._process.poll() is not None or now_s() > deadline:
+                if process.poll() is not None or now_s() > deadline:
                     self.kill()
                     raise NatsStartError("nats-server did not start:\n" + self.log_path.read_text()[-2000:])
                 for ports in ports_dir.glob("*.ports"):
@@ -111,19 +103,6 @@ class NatsServer:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return []
         return [error["stream"] for error in errors if "write error" in error.get("error", "") and "stream" in error]
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        """Process id of the latest start, 0 before the first."""
-        return 0 if self._process is None else self._process.pid
-
-    def exit_code(self) -> int | None:
-        """The exit status; None while it runs and before the first start."""
-        return None if self._process is None else self._process.poll()
 
     def kill(self) -> None:
         """Send SIGKILL, to simulate a crash."""

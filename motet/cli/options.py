@@ -89,12 +89,12 @@ def words_for(kind: str, values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def takes(config: type[Config], name: str, help_text: str = "") -> Callable[[F], F]:
+def takes(config: type[Config], name: str) -> Callable[[F], F]:
     """A decorator like `click.option`: the command takes option `name` of a configuration."""
 
     def decorate(command: F) -> F:
         params = command.__dict__.setdefault("__click_params__", [])  # where click's own decorators put theirs
-        params.append(option_for(field(config, name), help_text))
+        params.append(option_for(field(config, name)))
         return command
 
     return decorate

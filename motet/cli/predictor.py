@@ -8,7 +8,7 @@ import click
 from rich.progress import Progress
 from rich.table import Table
 
-from motet.cli.chat import terminal
+from motet.cli.terminal import terminal
 from motet.policies.lengths.features import unpack
 from motet.policies.lengths.model import Curve
 from motet.services.predictor.examples import read_examples

@@ -14,7 +14,7 @@ from typing import IO, Protocol
 import aiohttp
 import msgspec
 
-from motet.cli.lifeline import dying_with_parent
+from motet.cli.lifeline import Bound
 from motet.cli.nats_server import NatsServer
 
 LOG_BYTES = 4 * 1024 * 1024  # per file; one older file is kept
@@ -22,10 +22,10 @@ TAIL_LINES = 15
 NO_ANSWER = "does not answer yet"
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """A TCP port that is free at this moment."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
@@ -115,7 +115,7 @@ class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
     pass_fds: tuple[int, ...] = ()  # file descriptors it inherits
 
 
-class ServiceProcess:
+class ServiceProcess(Bound):
     """A child that answers /ready on the port it was given."""
 
     def __init__(self, spec: ServiceSpec, logs: Path, *, echo: Callable[[str, bytes], None] | None = None) -> None:
@@ -124,7 +124,6 @@ class ServiceProcess:
         self.log_from = 0
         self._spec, self._echo = spec, echo
         self._log: BoundedLog | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         self._ops_port = 0
 
     async def launch(self) -> None:
@@ -132,17 +131,13 @@ class ServiceProcess:
         if self._log is None:
             self._log = BoundedLog(self.log_path)
         self.log_from = self._log.size
-        process = subprocess.Popen(
+        process = self._run(
             self._spec.argv(self._ops_port),
             env={**os.environ, **self._spec.env},
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
-            preexec_fn=dying_with_parent(),
             pass_fds=self._spec.pass_fds,
         )
-        self._process = process
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         asyncio.get_running_loop().add_reader(process.stdout.fileno(), self._drain_output, process.stdout)
@@ -162,13 +157,6 @@ class ServiceProcess:
             if self._echo is not None:
                 self._echo(self.name, data)
 
-    @property
-    def pid(self) -> int:
-        return 0 if self._process is None else self._process.pid
-
-    def exit_code(self) -> int | None:
-        return None if self._process is None else self._process.poll()
-
     async def not_ready(self) -> list[str]:
         try:
             async with (
@@ -178,11 +166,6 @@ class ServiceProcess:
                 return [] if answer.status == 200 else list((await answer.json()).get("reasons") or ["not ready"])
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return [NO_ANSWER]
-
-    def signal(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
 
     @property
     def ops_url(self) -> str:
@@ -196,35 +179,20 @@ class ServiceProcess:
             self._log = None
 
 
-class NatsProcess:
+class NatsProcess(NatsServer):
     """The embedded NATS server as a child of the supervisor."""
 
     name = "nats"
     after: tuple[str, ...] = ()
+    stop_rank = 0
     rest_s = 0.0
-
-    def __init__(self, server: NatsServer, *, stop_rank: int) -> None:
-        self.server, self.stop_rank = server, stop_rank
-        self.log_path = server.log_path
-        self.log_from = 0
+    log_from = 0
 
     async def launch(self) -> None:
-        await self.server.start()
-
-    @property
-    def pid(self) -> int:
-        return self.server.pid
-
-    def exit_code(self) -> int | None:
-        return self.server.exit_code()
+        await self.start()
 
     async def not_ready(self) -> list[str]:
         return []  # `launch` returns when it accepts connections
-
-    def signal(self, number: int) -> None:
-        if self.server.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.server.pid, number)
 
     def close(self) -> None:
         """No resources to release."""

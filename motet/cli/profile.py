@@ -16,9 +16,9 @@ from msgspec.structs import asdict, replace
 from rich.progress import Progress
 from rich.table import Table
 
-from motet.cli.chat import terminal
 from motet.cli.nats_server import NatsServer, NatsStartError
 from motet.cli.options import takes
+from motet.cli.terminal import table, terminal
 from motet.policies.times.perf_fit import Fitted, fit, fit_link
 from motet.policies.times.step_fit import fit_steps, undisturbed
 from motet.services.worker.config import WorkerConfig
@@ -130,15 +130,13 @@ async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progre
 
 
 def _table(perf: PerfModel, fitted: Fitted, fine: EngineSteps | None, counted: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, title=f"{counted} steps, kernel model {perf.kernel}")
-    table.add_column("coefficient")
-    table.add_column("ms", justify="right")
+    shown = table("coefficient", "ms", right=("ms",), title=f"{counted} steps, kernel model {perf.kernel}")
     for name, value in asdict(perf).items():
         if isinstance(value, float):
-            table.add_row(name, f"{value:.5f}")
-    table.add_row("context_token_ms", f"{fitted.context_token_ms:.6f}")
-    table.add_row("R2 prefill", f"{fitted.r2_prefill:.4f}")
-    table.add_row("R2 decode", f"{fitted.r2_decode:.4f}")
+            shown.add_row(name, f"{value:.5f}")
+    shown.add_row("context_token_ms", f"{fitted.context_token_ms:.6f}")
+    shown.add_row("R2 prefill", f"{fitted.r2_prefill:.4f}")
+    shown.add_row("R2 decode", f"{fitted.r2_decode:.4f}")
     if fine is not None:
-        table.add_row("R2 of what is simulated", f"{fine.r2:.4f}")
-    return table
+        shown.add_row("R2 of what is simulated", f"{fine.r2:.4f}")
+    return shown

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from typing import Any
 
 import click
-import orjson
-from rich.table import Table
 
-from motet.cli.chat import connection, terminal
-from motet.cli.client import Client
+from motet.cli.terminal import as_json_option, ask, connection, print_json, table, terminal
 
 
 @click.command()
@@ -19,7 +15,7 @@ from motet.cli.client import Client
 @click.option(
     "--dry-run", is_flag=True, required=True, help="Only show the plan; schedulers with --rebalance on move requests."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON.")
+@as_json_option
 def rebalance(url: str, dry_run: bool, as_json: bool) -> None:
     """Show which requests a scheduler would move to other workers now, whatever its triggers say.
 
@@ -27,15 +23,11 @@ def rebalance(url: str, dry_run: bool, as_json: bool) -> None:
       motet rebalance --dry-run
     """
 
-    async def ask() -> Any:
-        async with Client(url) as client:
-            return await client.call("GET", "/v1/status?plan=true")
-
-    answer = asyncio.run(ask())
+    answer = ask(url, "GET", "/v1/status?plan=true")
     if answer["error"]:
         raise click.ClickException(answer["error"])
     if as_json:
-        click.echo(orjson.dumps(answer["plans"], option=orjson.OPT_INDENT_2).decode())
+        print_json(answer["plans"])
     else:
         _print(answer)
 
@@ -56,10 +48,8 @@ def _print(answer: dict[str, Any]) -> None:
             f"{len(plan['moves'])} requests would move; the longest running time falls from {plan['before_ms']:.0f} to"
             f" {plan['after_ms']:.0f} ms"
         )
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for title in ("from", "to", "adapter", "requests"):
-            table.add_column(title, justify="right" if title == "requests" else "left")
+        moves = table("from", "to", "adapter", "requests", right=("requests",))
         counts = Counter((move["source"], move["to"], move["adapter"]) for move in plan["moves"])
         for (source, to, adapter), count in sorted(counts.items()):
-            table.add_row(source, to, adapter[:12] or "base model", str(count))
-        console.print(table)
+            moves.add_row(source, to, adapter[:12] or "base model", str(count))
+        console.print(moves)

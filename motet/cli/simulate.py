@@ -12,11 +12,10 @@ import msgspec
 import numpy as np
 import orjson
 from numpy.random import Generator
-from rich.table import Table
 
-from motet.cli.chat import terminal
 from motet.cli.options import takes
 from motet.cli.progress import bar
+from motet.cli.terminal import table, terminal
 from motet.policies.cluster.dispatch import POLICIES
 from motet.policies.memory.eviction import EVICTIONS
 from motet.policies.step.request_queues import QUEUES
@@ -299,10 +298,8 @@ def show(results: list[Result], subtitle: str) -> None:
     """The table on the terminal."""
     console = terminal()
     console.print(subtitle)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("")
-    for result in results:
-        table.add_column(result.name, justify="right")
+    names = [result.name for result in results]
+    compared = table("", *names, right=names)
     for row in table_rows([result.figures for result in results]):
-        table.add_row(*row)
-    console.print(table)
+        compared.add_row(*row)
+    console.print(compared)

@@ -29,7 +29,6 @@ import msgspec
 from motet.cli import credentials
 from motet.cli.gpus import VARIABLE
 from motet.cli.nats_health import keep_writable
-from motet.cli.nats_server import NatsServer
 from motet.cli.options import words_for
 from motet.cli.process import Child, NatsProcess, ServiceProcess, ServiceSpec
 from motet.cli.supervisor import MARGIN_S, State, Supervisor, Watcher
@@ -111,7 +110,7 @@ class Stack:
         self.data_dir = options.data_dir.resolve()
         self.credentials_dir = options.credentials_dir or self.data_dir / "credentials"
         self._lock: IO[str] | None = None
-        self._nats: NatsServer | None = None
+        self._nats: NatsProcess | None = None
         self.listeners: list[socket.socket] = []  # one per gateway
         self._generation = 0  # how often everything was restarted
         self._supervisor: Supervisor | None = None
@@ -148,20 +147,16 @@ class Stack:
             text = credentials.authorization(self.credentials_dir, self.options.tenants)
             credentials.adopt_streams(self.data_dir / "nats" / "jetstream")
             log = self.data_dir / "logs" / "nats.log"
-            self._nats = NatsServer(self.data_dir / "nats", config_text=text, log_path=log, port=self.options.nats_port or -1)
-            children.append(NatsProcess(self._nats, stop_rank=STOP_RANK["nats"]))
+            self._nats = NatsProcess(self.data_dir / "nats", config_text=text, log_path=log, port=self.options.nats_port or -1)
+            self._nats.stop_rank = STOP_RANK["nats"]
+            children.append(self._nats)
         children += [self._service(name) for name in self.names() if name != "nats"]
         self._supervisor = Supervisor(children, self)
         await self._supervisor.start()
         self._ready = True
         self._write_facts()
         if self._nats is not None:
-            self._healing = asyncio.create_task(keep_writable(self._nats, self._end_nats, self._tell_of_nats))
-
-    def _end_nats(self, number: int) -> None:
-        for child in self.children:
-            if child.name == "nats":
-                child.signal(number)
+            self._healing = asyncio.create_task(keep_writable(self._nats, self._nats.signal, self._tell_of_nats))
 
     def _tell_of_nats(self, note: str) -> None:
         self._watcher.changed("nats", "ready", note)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import click
-import orjson
 from rich.markup import escape
-from rich.table import Table
 
-from motet.cli.chat import connection, terminal
-from motet.cli.client import Client
+from motet.cli.terminal import as_json_option, ask, connection, print_json, table, terminal
 
 REFUSED_SHOWN = 10
+LEFT = ("worker", "state", "engine", "device")
+RIGHT = ("running", "waiting", "KV used", "adapter memory used", "adapters on device / host / placed")
 
 
 @click.command()
 @connection
-@click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON.")
+@as_json_option
 def status(url: str, as_json: bool) -> None:
     """Show workers, queues and memory of a running mesh. Exits 1 when requests cannot be served.
 
@@ -27,14 +25,10 @@ def status(url: str, as_json: bool) -> None:
       motet status --json | jq '.workers[] | {worker_id, running, waiting}'
     """
 
-    async def ask() -> Any:
-        async with Client(url) as client:
-            return await client.call("GET", "/v1/status")
-
-    answer = asyncio.run(ask())
+    answer = ask(url, "GET", "/v1/status")
     reasons = [*answer["gateway"]["not_ready"], *([answer["error"]] if answer["error"] else [])]
     if as_json:
-        click.echo(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
+        print_json(answer)
     else:
         _print(answer, reasons)
     if reasons:
@@ -49,21 +43,9 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
     )
     for reason in reasons:
         console.print(f"[red]not ready:[/] {escape(reason)}", highlight=False)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in (
-        "worker",
-        "state",
-        "engine",
-        "device",
-        "running",
-        "waiting",
-        "KV used",
-        "adapter memory used",
-        "adapters on device / host / placed",
-    ):
-        table.add_column(title, justify="left" if title in ("worker", "state", "engine", "device") else "right")
+    workers = table(*LEFT, *RIGHT, right=RIGHT)
     for worker in answer["workers"]:
-        table.add_row(
+        workers.add_row(
             worker["worker_id"],
             "draining" if worker["draining"] else "silent" if worker["stale"] else "ready",
             _engine(worker),
@@ -74,7 +56,7 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             _used(worker, "adapter_bytes"),
             f"{worker['adapters_on_device']} / {worker['adapters_on_host']} / {worker['adapters_placed']}",
         )
-    console.print(table)
+    console.print(workers)
     for worker in (one for one in answer["workers"] if one.get("merged")):
         name = worker["merged_name"] or worker["merged"][:12]
         console.print(

@@ -55,20 +55,18 @@ def _digest(copy: Tensor, weights: BinaryIO, start: int, dtype: str) -> str:
         if copy.info.dtype == dtype:
             digest.update(data)
             continue
-        numbers = _as_f32(data, copy.info.dtype)
-        part = _from_f32(numbers, dtype) if numbers is not None else None
+        part = _from_f32(as_f32(data, copy.info.dtype), dtype) if copy.info.dtype in DTYPE_BYTES else None
         if part is None:
             return ""
         digest.update(part.tobytes())
     return digest.hexdigest()
 
 
-def _as_f32(data: bytes, dtype: str) -> np.ndarray[Any, Any] | None:
+def as_f32(data: bytes | memoryview, dtype: str) -> np.ndarray[Any, Any]:
+    """Numbers of a type in `DTYPE_BYTES` as float32, which is exact."""
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-    if dtype in ("F16", "F32"):
-        return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype("<f4")
-    return None
+    return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype("<f4")
 
 
 def _from_f32(numbers: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any] | None:

@@ -15,11 +15,11 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from motet.services.registry.copies import check_copies
+from motet.services.registry.copies import as_f32, check_copies
 from motet.services.registry.files import LIMIT_OPTION, WEIGHTS, too_large
 from motet.services.registry.peft_config import parse_config
 from motet.services.registry.peft_plan import Pair, Tensor, plan
-from motet.shared.adapter_blob import MAX_HEADER_BYTES, data_bytes, digest_of, read_index, safetensors_header, write_blob
+from motet.shared.adapter_blob import data_bytes, digest_of, read_header, read_index, write_blob
 from motet.shared.base_shapes import BaseShapes
 from motet.shared.errors import InvalidAdapter, TooLarge
 from motet.shared.model import TensorDigest
@@ -57,7 +57,7 @@ def _matrix(tensor: Tensor, data: memoryview, dtype: str) -> np.ndarray[Any, Any
     own = tensor.info.dtype
     numbers: np.ndarray[Any, Any] = np.frombuffer(data, dtype=_NUMPY[own])
     if own != dtype:
-        numbers = numbers.view("<f2").astype("<f4") if own == "F16" else (numbers.astype("<u4") << 16).view("<f4")
+        numbers = as_f32(data, own)
     return numbers.reshape(tensor.info.shape)
 
 
@@ -82,11 +82,7 @@ def convert(
     if size_bytes > max_bytes:
         raise too_large(WEIGHTS, size_bytes, max_bytes)
     config = parse_config(config_json)
-    head = weights.read(8)
-    length = int.from_bytes(head, "little")
-    if len(head) == 8 and length <= min(MAX_HEADER_BYTES, size_bytes - 8):
-        head += weights.read(length)
-    tensors, _, start = safetensors_header(head, size_bytes)
+    tensors, _, start = read_header(weights, size_bytes)
     planned = plan(config, tensors, base, max_rank)
     dtypes = {tensor.info.dtype for _, *halves in planned.pairs.values() for tensor in halves}
     dtype = dtypes.pop() if len(dtypes) == 1 else "F32"

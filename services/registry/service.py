@@ -56,7 +56,7 @@ from motet.shared.malloc import return_large_buffers
 from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest
 from motet.shared.provision import provision
 from motet.shared.refused_adapters import RefusedAdapters
-from motet.shared.service import run
+from motet.shared.service import BusService, run
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, check_tenant
 from motet.shared.tokenizer import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE
@@ -84,14 +84,14 @@ ORPHANS_EVERY_S = 300.0
 PAGE = 1000
 
 
-class RegistryService:
+class RegistryService(BusService):
     """A registry process (`shared.service.Service`)."""
 
     name = "registry"
 
     def __init__(self, config: RegistryConfig) -> None:
+        super().__init__(config)
         self._config = config
-        self._bus: Bus | None = None
         self.usage = Usage()
         self._waiting = 0
         self._own_tensors: dict[str, TensorDigest] = {}
@@ -150,17 +150,6 @@ class RegistryService:
             return [starting]
         return self._bus.troubles() if self._bus is not None and self._bus.connected else ["NATS is not reachable"]
 
-    def failure(self) -> str:
-        return self._bus.lost if self._bus is not None else ""
-
-    async def drain(self) -> None:
-        if self._bus is not None:
-            await self._bus.stop_serving()
-
-    async def stop(self) -> None:
-        if self._bus is not None:
-            await self._bus.close()
-
     # ---- verbs
 
     async def register(self, ask: RegisterAdapter) -> RegistryOk:
@@ -176,21 +165,9 @@ class RegistryService:
         except Exception:
             REGISTRATIONS.labels("failed").inc()
             raise
-        REGISTRATIONS.labels(outcome).inc()
-        log.info(
-            f"adapter {outcome}",
-            extra={
-                "adapter": ask.name,
-                "tenant": ask.tenant,
-                "digest": info.entry.digest[:12],
-                "version": info.entry.version,
-                "rank": info.version.rank,
-            }
-            | _left_out(info),
-        )
-        if outcome != "unchanged":
-            await self.followers.after(ask.name)
-            await self._note(f"adapter.{outcome}", ask, info)
+        entry = info.entry
+        facts = {"tenant": ask.tenant, "digest": entry.digest[:12], "version": entry.version, "rank": info.version.rank}
+        await self._registered(ask, info, outcome, facts)
         if ask.tenant == SHARED and self._config.sources.adapters_dir:
             await self.store.forget(ask.name, forget=False)
         if self._bus is not None and ask.tenant == SHARED and self.adapters.refused.reason(ask.name) is not None:
@@ -431,15 +408,16 @@ class RegistryService:
         async with self._sources.local:
             files = await in_thread(lambda: open_directory(path, [root], self._config.limits.max_adapter_bytes, source=source))
             info, outcome = await self._take_in(ask, files)
+        await self._registered(ask, info, outcome, {})
+
+    async def _registered(self, ask: RegisterAdapter, info: AdapterInfo, outcome: str, facts: dict[str, object]) -> None:
+        """Count, log and audit a registration, and let aliases follow it."""
         REGISTRATIONS.labels(outcome).inc()
-        log.info(f"adapter {outcome}", extra={"adapter": name} | _left_out(info))
+        left_out = {"left_out": ", ".join(info.entry.left_out)} if info.entry.left_out else {}
+        log.info(f"adapter {outcome}", extra={"adapter": ask.name} | facts | left_out)
         if outcome != "unchanged":
-            await self.followers.after(name)
+            await self.followers.after(ask.name)
             await self._note(f"adapter.{outcome}", ask, info)
-
-
-def _left_out(info: AdapterInfo) -> dict[str, str]:
-    return {"left_out": ", ".join(info.entry.left_out)} if info.entry.left_out else {}
 
 
 def main(config: RegistryConfig) -> int:

@@ -1,4 +1,4 @@
-"""Blocking work in threads."""
+"""Blocking work in threads. The processes that unpack archives import `files`, but not this."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class Catalog:
         self,
         bus: Bus,
         worker_id: str,
-        on_change: Callable[[Mapping[str, AdapterVersion]], None],
-        on_pinned: Callable[[Sequence[AdapterRef]], None],
+        on_change: Callable[[Mapping[str, AdapterVersion]], object],
+        on_pinned: Callable[[Sequence[AdapterRef]], object],
     ) -> None:
         self._worker_id, self._on_change, self._on_pinned = worker_id, on_change, on_pinned
         self._pinned: list[AdapterRef] = []

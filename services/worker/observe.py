@@ -12,8 +12,7 @@ from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.request_life import R
 from motet.policies.worker.worker_core import WorkerCore
 from motet.services.worker import metrics
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import CopyStats, MergeStats, ResidencyChange, StepStats
+from motet.services.worker.engines.request import CopyStats, MergeStats, ResidencyChange, StepReport, StepStats
 from motet.shared.model import FinishReason
 from motet.shared.wire.stream import StreamItem
 

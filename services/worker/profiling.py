@@ -31,7 +31,7 @@ from motet.policies.worker.worker_events import CancelRequest
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.config import MIB, WorkerConfig
-from motet.services.worker.engines.report import StepReport
+from motet.services.worker.engines.request import StepReport
 from motet.services.worker.service import WorkerService
 from motet.shared import subjects
 from motet.shared.adapter_blob import digest_of, write_blob

@@ -17,7 +17,7 @@ import contextlib
 import resource
 import secrets
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,6 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from motet.policies.cluster.describe import brief_of
 from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.assemble import worker_core
 from motet.policies.worker.worker_core import WorkerCore
@@ -37,8 +36,7 @@ from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
 from motet.services.worker.engines.opening import Opened, Wiring, open_engine
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.engines.request import EngineRequest, StepReport
 from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.kv_transfer import KvTransfer
@@ -56,7 +54,7 @@ from motet.shared.generation_config import notes
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
-from motet.shared.model import AdapterRef, AdapterVersion, PerfModel
+from motet.shared.model import PerfModel
 from motet.shared.profile import FileError, Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
@@ -177,10 +175,15 @@ class WorkerService:
         if self.engine.kv is not None and limits.kv_format:
             self.shell.travel = KvTransfer(bus, self.worker_id, self.engine.kv, limits, self._times)
             await self.shell.travel.start()
-        self.catalog = Catalog(bus, self.worker_id, self._on_registered, self._on_pinned)
+        self.catalog = Catalog(
+            bus,
+            self.worker_id,
+            on_change=lambda versions: self.shell.on(Registered(versions)),
+            on_pinned=lambda adapters: self.shell.on(Pinned(adapters)),
+        )
         await self.catalog.start()
         lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
-        await LeaseWatch(bus, "gateway", self._gateway_lost, lease).start()
+        await LeaseWatch(bus, "gateway", lambda gateway_id: self.shell.on(OwnerLost(gateway_id)), lease).start()
         await bus.subscribe(subjects.control(self.worker_id), Control, self._on_control)
         await bus.serve("assign", subjects.assign(self.worker_id), GenerateRequest, self._assign, queue="worker")
         await bus.serve("ping", subjects.ping(self.worker_id), Ping, self._on_ping, queue="worker")
@@ -297,12 +300,7 @@ class WorkerService:
         if request.kv is not None and self.shell.travel is not None:
             known, rank = request.prompt_tokens + request.output_tokens, adapter.rank if adapter is not None else 0
             taken = replace(taken, kv_wait_s=self.shell.travel.wait_s(request.kv, known, rank))
-        brief = brief_of(
-            request,
-            predicted_tokens=request.predicted_tokens,
-            epoch=request.epoch,
-            output_tokens=request.output_tokens,
-        )
+        brief = taken.brief(taken.output_tokens)
         refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken, taken.kv_wait_s > 0))
         if refusal is None:
             return
@@ -325,19 +323,10 @@ class WorkerService:
     def _cancel(self, request_id: str, epoch: int) -> None:
         self.shell.on(CancelRequest(request_id, epoch))
 
-    def _on_registered(self, versions: Mapping[str, AdapterVersion]) -> None:
-        self.shell.on(Registered(versions))
-
-    def _on_pinned(self, adapters: Sequence[AdapterRef]) -> None:
-        self.shell.on(Pinned(adapters))
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.shell.on(Tick())
-
-    def _gateway_lost(self, gateway_id: str) -> None:
-        self.shell.on(OwnerLost(gateway_id))
 
     # ---- what the engine did
 

@@ -46,7 +46,6 @@ from motet.services.worker.reports import StateReporter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, TooLarge
 from motet.shared.telemetry import logger
-from motet.shared.wire.stream import StreamItem
 
 if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter
@@ -148,8 +147,8 @@ class Shell:
 
     def _answer(self, answer: Answer[EngineRequest]) -> None:
         request, reason = answer.entry.payload, answer.reason
-        error = None if reason is None else _error_of(reason, answer).info()
-        item = StreamItem(request.request_id, request.epoch, request.output_tokens, [], finish=answer.finish, error=error)
+        error = None if reason is None else _error_of(reason, answer)
+        item = request.item(request.output_tokens, answer.finish, error=error)
         self._observer.answered(answer.finish)
         self.frames.put(request.gateway_id, self.step, [item])
 

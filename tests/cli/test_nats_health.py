@@ -28,8 +28,7 @@ class Stage:
     """A supervised NATS whose health is looked at, and what is said about it."""
 
     def __init__(self, directory: Path) -> None:
-        self.server = NatsServer(directory / "nats")
-        self.process = NatsProcess(self.server, stop_rank=0)
+        self.server = self.process = NatsProcess(directory / "nats")
         self.supervisor = Supervisor([self.process], self)
         self.said: list[str] = []
 

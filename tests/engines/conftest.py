@@ -17,8 +17,7 @@ from motet.kernels.cpu import available_isas
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.model_config import read_model_config
 from motet.services.worker.engines.protocol import EngineProtocol
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.engines.request import EngineRequest, StepReport
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.thread import EngineThread
 from motet.services.worker.vllm_engine.core import VllmOptions

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from motet.services.worker.engines.quantization_config import Quantization, parse_quantization
 from motet.services.worker.engines.safetensors_files import FLOATS, stored_type
+from motet.shared.base_shapes import projections
 from motet.shared.generation_config import eos_token_ids, read_generation_config
 from motet.shared.hf_config import (
     FAMILIES,
@@ -79,17 +80,8 @@ class ModelConfig:
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """{module: (in, out)} of the seven linear layers an adapter may target, in `shared.model.MODULES` order."""
-        hidden, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        mlp = self.intermediate_size
-        return {
-            "q_proj": (hidden, q),
-            "k_proj": (hidden, kv),
-            "v_proj": (hidden, kv),
-            "o_proj": (q, hidden),
-            "gate_proj": (hidden, mlp),
-            "up_proj": (hidden, mlp),
-            "down_proj": (mlp, hidden),
-        }
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return projections(self.hidden_size, self.intermediate_size, query, key)
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:

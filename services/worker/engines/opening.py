@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import ENGINES, WorkerConfig
 from motet.services.worker.engines.protocol import EngineProtocol
-from motet.services.worker.engines.report import StepReport
+from motet.services.worker.engines.request import StepReport
 from motet.shared.model import WorkerLimits
 
 

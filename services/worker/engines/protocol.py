@@ -2,7 +2,7 @@
 
     commands    start, add, cancel, load_adapter, pin_adapters, unload_adapter, abort_all, stop      none waits for a step
     check       whether the engine's ledgers add up, asked while it is idle
-    reports     `engines.report.StepReport`, in the order of steps: items for gateways, requests in a new phase, adapters that
+    reports     `engines.request.StepReport`, in the order of steps: items for gateways, requests in a new phase, adapters that
                 came to the device or left it, free memory
 
 An engine keeps its own queue, batches and memory; `policies.worker.worker_core` decides what enters it. Every request that was

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from motet.policies.cluster.describe import brief_of
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.times.step_record import Step
-from motet.shared.model import AdapterRef, RequestBrief, SamplingParams, Tier
+from motet.shared.errors import MotetError
+from motet.shared.model import AdapterRef, FinishReason, RequestBrief, SamplingParams, Tier
 from motet.shared.wire.request import GenerateRequest, pack_tokens
 from motet.shared.wire.stream import StreamItem
 
@@ -33,6 +35,21 @@ class EngineRequest(GenerateRequest, frozen=True, kw_only=True):
     cache_scope: bytes = b""  # the tenants that may share its KV blocks (policies.memory.kv_blocks.cache_scope)
     kv_wait_s: float = 0.0  # the longest time to wait for KV blocks from where it has moved; 0: they are computed
     weights: HostAdapter | None = None  # of its adapter, when an engine gets it
+
+    def brief(self, output_tokens: int, *, running: bool = False) -> RequestBrief:
+        """The facts of the request that schedulers need. `output_tokens`: so far."""
+        return brief_of(
+            self,
+            predicted_tokens=self.predicted_tokens,
+            epoch=self.epoch,
+            output_tokens=output_tokens,
+            phase="running" if running else "waiting",
+        )
+
+    def item(self, index: int, finish: FinishReason | None = None, *, error: MotetError | None = None) -> StreamItem:
+        """An item without tokens for the request's gateway. `index`: of the next output token."""
+        info = None if error is None else error.info()
+        return StreamItem(self.request_id, self.epoch, index, [], finish, error=info)
 
     @classmethod
     def local(
@@ -133,3 +150,18 @@ class StepOutput:
         """Whether nothing was computed and there is nothing to report."""
         ran = self.stats.decode_rows or self.stats.prefill_requests
         return not (ran or self.items or self.changed or self.residency or self.failure)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """The event loop's report of one step, which began at `began_s`; its duration is in the statistics.
+
+    `failures` counts consecutive failing steps, this one included.
+    """
+
+    step: int
+    began_s: float
+    output: StepOutput
+    failures: int
+    kv_blocks_free: int
+    adapter_bytes_free: int

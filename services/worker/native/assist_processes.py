@@ -142,16 +142,8 @@ class CpuAssist:
     A process that has not answered a request `watchdog_s` after eight times the expected time is ended and replaced.
     """
 
-    def __init__(
-        self,
-        engine: CpuEngine,
-        pool: LoraPool,
-        *,
-        cores: Sequence[int],
-        max_rows: int,
-        watchdog_s: float = 0.05,
-    ) -> None:
-        self.watchdog_s = watchdog_s
+    def __init__(self, engine: CpuEngine, pool: LoraPool, *, cores: Sequence[int], max_rows: int) -> None:
+        self.watchdog_s = 0.05
         self.profile = AssistProfile()
         self.failures: Counter[str] = Counter()  # by reason: late, died, unreadable, not started
         self._engine, self._pool, self._max_rows = engine, pool, max_rows

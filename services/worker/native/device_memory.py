@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -13,13 +14,14 @@ from motet.kernels.device.driver import DriverError
 from motet.kernels.device.virtual_memory import physical_pages
 from motet.kernels.memory import expect, reserved
 from motet.kernels.pages import PhysicalPages
-from motet.kernels.quantized import QuantizedMatrix
 from motet.kernels.types import kv_block_bytes
 from motet.services.worker.engines.model_config import ModelConfig, read_model_config
 from motet.services.worker.native.backend import BackendOptions
 from motet.services.worker.native.checkpoint import parameters
 from motet.services.worker.native.loader import M, Makers, ModelWeights, load_weights, random_weights, resolve_dtype
 from motet.shared.config import ConfigError
+
+S = TypeVar("S")  # what a matrix is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +137,25 @@ def _reporting(makers: Makers[M], total: int, loaded: Callable[[float], None]) -
     """Makers that report the share of `total` elements of which matrices have been made, packing included."""
     done = 0
 
-    def count(elements: int) -> None:
-        nonlocal done
-        done += elements
-        loaded(min(1.0, done / total))
+    def counted(make: Callable[[S, torch.Tensor | None], M], size: Callable[[S], int]) -> Callable[[S, torch.Tensor | None], M]:
+        def made(source: S, bias: torch.Tensor | None) -> M:
+            nonlocal done
+            matrix = make(source, bias)
+            done += size(source)
+            loaded(min(1.0, done / total))
+            return matrix
 
-    def linear(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> M:
-        made = makers.linear(parts, bias)
-        count(sum(part.numel() for part in parts))
         return made
 
-    def head(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> M:
-        made = (makers.head or makers.linear)(parts, bias)
-        count(sum(part.numel() for part in parts))
-        return made
+    def elements(parts: Sequence[torch.Tensor]) -> int:
+        return sum(part.numel() for part in parts)
 
-    def whole(numbers: QuantizedMatrix, bias: torch.Tensor | None) -> M:
-        assert makers.whole is not None
-        made = makers.whole(numbers, bias)
-        count(numbers.values.numel())
-        return made
-
-    return replace(makers, linear=linear, head=head, whole=whole if makers.whole is not None else None)
+    return replace(
+        makers,
+        linear=counted(makers.linear, elements),
+        head=counted(makers.head or makers.linear, elements),
+        whole=counted(makers.whole, lambda numbers: numbers.values.numel()) if makers.whole is not None else None,
+    )
 
 
 def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int, kv_cache_dtype: str = "auto") -> int:

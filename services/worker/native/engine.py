@@ -178,7 +178,7 @@ class Engine:
         live = self._find(request_id)
         if live is None or live.request.epoch > epoch:
             return False
-        self._end(live, StreamItem(request_id, live.request.epoch, live.output_tokens, [], "cancelled"))
+        self._end(live, live.request.item(live.output_tokens, "cancelled"))
         return True
 
     def _keys_of(self, request_id: str, epoch: int) -> list[bytes]:
@@ -412,9 +412,7 @@ class Engine:
         self._output.items.setdefault(live.request.gateway_id, []).append(item)
 
     def _fail(self, live: LiveSequence, error: MotetError, *, spoiled: bool = False) -> None:
-        request = live.request
-        item = StreamItem(request.request_id, request.epoch, live.output_tokens, [], "error", error=error.info())
-        self._end(live, item, spoiled=spoiled)
+        self._end(live, live.request.item(live.output_tokens, "error", error=error), spoiled=spoiled)
 
     def _end(self, live: LiveSequence, item: StreamItem, *, spoiled: bool = False) -> None:
         self._emit(live, item)

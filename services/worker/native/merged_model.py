@@ -30,7 +30,7 @@ PIECE = 1 << 18  # elements: about a millisecond on a core
 
 
 class MergedModel:
-    """The merged copy of one model's weights. It is used between two steps, by the thread that runs the steps.
+    """The merged copy of one model's weights (`merging.MergedWeights`), used between two steps by the thread that runs them.
 
     `shapes` is {module: (in, out)}; `room(elements)` gives memory for all matrices of a copy, or None if each takes its own;
     `dropped()` is called before the copy's matrices are freed.
@@ -56,12 +56,10 @@ class MergedModel:
         """Bytes of the present copy, complete or not, beyond the base weights."""
 
     def size(self, adapter: HostAdapter) -> int:
-        """Bytes of a copy with this adapter."""
         changed = [self._shapes[module] for group in self._changed(adapter.packed) for module in GROUPS[group]]
         return len(self._pristine.layers) * self._itemsize * sum(fan_in * fan_out for fan_in, fan_out in changed)
 
     def begin(self, adapter: HostAdapter) -> None:
-        """Begin a copy with this adapter; it replaces the present copy. Raises MemoryError when a GPU has no room."""
         self.drop()
         size = self.size(adapter)
         self._room = self._take_room(size // self._itemsize)
@@ -70,10 +68,6 @@ class MergedModel:
 
     @torch.inference_mode()
     def advance(self, enough: Callable[[], bool]) -> bool:
-        """Compute pieces of the copy; `enough()` is called after each and ends the call.
-
-        Returns whether the copy is complete.
-        """
         while not self.whole and self.nbytes:
             if next(self._pieces, self) is self:
                 self.whole = True
@@ -82,7 +76,6 @@ class MergedModel:
         return self.whole
 
     def drop(self) -> None:
-        """Drop the copy."""
         if self.nbytes:
             self.dropped()
         self.model.weights.layers[:] = self._pristine.layers

@@ -31,7 +31,7 @@ class MergedWeights(Protocol):
         """Bytes of a copy with this adapter."""
 
     def begin(self, adapter: HostAdapter) -> None:
-        """Begin a copy with this adapter. Raises MemoryError when the system has no room."""
+        """Begin a copy with this adapter, which replaces the present one. Raises MemoryError when there is no room."""
 
     def advance(self, enough: Callable[[], bool]) -> bool:
         """Compute the copy until `enough()`, called every few tenths of a millisecond, is true.

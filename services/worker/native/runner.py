@@ -109,7 +109,7 @@ class LoadsBetweenSteps:
 
 @dataclass(kw_only=True)
 class ModelRunner:
-    """A loaded model: a `Backend` made of these parts."""
+    """A loaded model: a `Backend` made of these parts. `Backend` describes its methods."""
 
     memory: DeviceMemory
     steps: Steps
@@ -124,7 +124,6 @@ class ModelRunner:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's configuration."""
         return self.memory.config
 
     @property
@@ -139,12 +138,10 @@ class ModelRunner:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Bytes of one KV block over all layers."""
         return self.memory.cache.data[:, 0].nbytes
 
     @property
     def lora_bytes_total(self) -> int:
-        """Bytes of device memory for adapters. `divide` changes them."""
         return self.pool.bytes_total
 
     @property
@@ -154,20 +151,16 @@ class ModelRunner:
 
     @property
     def elastic(self) -> bool:
-        """Whether KV blocks and adapters share memory."""
         return self.memory.elastic
 
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Divide the memory anew between KV blocks and adapters, after copying blocks, (from, to) in order."""
         self.memory.divide(kv_blocks, lora_bytes, moves)
 
     def read_kv(self, blocks: Sequence[int]) -> np.ndarray:
-        """A copy of these KV blocks in host memory, uint8 [n * kv_block_bytes]."""
         with torch.inference_mode():
             return self.memory.cache.copy_out(blocks)
 
     def write_kv(self, blocks: Sequence[int], content: bytearray) -> None:
-        """Write blocks that another runner of the same numerics, model and type has read."""
         with torch.inference_mode():
             self.memory.cache.copy_in(blocks, content)
 
@@ -193,30 +186,24 @@ class ModelRunner:
         self.loader.begin(slot, weights.packed, weights)
 
     def loaded_layers(self, slot: int) -> int:
-        """How many layers of the slot's adapter are on the device."""
         return int(self.pool.loaded_layers[slot])
 
     def bytes_ahead(self, slot: int) -> int:
-        """Bytes to copy until the slot's adapter is complete, including the loads before it."""
         return self.loader.bytes_ahead(slot)
 
     @property
     def link(self) -> LinkState:
-        """The link over which adapters reach the device."""
         return self.loader.link
 
     @property
     def assisted(self) -> AssistCounts:
-        """The rows of unfinished adapters so far, by where they were computed."""
         return self.steps.assisted
 
     def free_adapter(self, slot: int) -> None:
-        """Empty a slot, also during a load. No later step may use the slot before its next load."""
         self.loader.cancel(slot)
         self.pool.free(slot)
 
     def close(self) -> None:
-        """End everything that runs beside the steps. No step may follow."""
         if self.assist is not None:
             self.assist.close()
         self.loader.close()
@@ -224,10 +211,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the rows' K and V and return the wanted logits, float32 [n, vocab], in the order of `logit_rows`.
-
-        They are valid until the next call. Raises ValueError when a row names an empty adapter slot.
-        """
         if self.memory.device.type == "cuda":
             torch.cuda.set_device(self.memory.device)  # of this thread: streams, graphs and launches take the current one
         helpers = self._helpers(batch)

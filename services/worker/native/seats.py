@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from motet.policies.cluster.describe import brief_of
 from motet.policies.step.batch_state import Sequence, StepPlan
 from motet.services.worker.engines.request import EngineRequest, StepStats
 from motet.services.worker.native.step_batch import StepBatch
@@ -34,13 +33,7 @@ class LiveSequence(Sequence):
 
     def brief(self) -> RequestBrief:
         """The facts of the request that schedulers need."""
-        return brief_of(
-            self.request,
-            predicted_tokens=self.request.predicted_tokens,
-            epoch=self.request.epoch,
-            output_tokens=self.output_tokens,
-            phase="running" if self.row >= 0 else "waiting",
-        )
+        return self.request.brief(self.output_tokens, running=self.row >= 0)
 
 
 class Seats:

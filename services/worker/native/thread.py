@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from motet.services.worker import metrics
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest, StepOutput
+from motet.services.worker.engines.request import EngineRequest, StepOutput, StepReport
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
 from motet.shared.model import Capability
 from motet.shared.telemetry import logger
-from motet.shared.wire.stream import StreamItem
 
 if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter
@@ -46,7 +44,7 @@ NATIVE: frozenset[Capability] = frozenset()
 
 
 class EngineThread:
-    """Owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in the order of steps."""
+    """An `EngineProtocol`: owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in step order."""
 
     def __init__(self, build: Callable[[], Engine], deliver: Callable[[StepReport], None]) -> None:
         self._build, self._deliver = build, deliver
@@ -97,11 +95,9 @@ class EngineThread:
         self._post(lambda engine: _ignore(engine.unload_adapter(digest)))
 
     def abort_all(self, error: MotetError) -> None:
-        """End all running and waiting requests with `error`."""
         self._post(lambda engine: engine.abort_all(error))
 
     def busy_s(self) -> float:
-        """How long the present step has been running; 0 between steps."""
         since = self._busy_since
         return now_s() - since if since is not None else 0.0
 
@@ -279,5 +275,4 @@ def _add(engine: Engine, request: EngineRequest) -> StepOutput | None:
     except Exception as error:
         log.exception("request not added", extra={"request_id": request.request_id})
         refused = MotetError(f"the engine failed: {error!r}")
-    item = StreamItem(request.request_id, request.epoch, request.output_tokens, [], finish="error", error=refused.info())
-    return StepOutput(items={request.gateway_id: [item]})
+    return StepOutput(items={request.gateway_id: [request.item(request.output_tokens, "error", error=refused)]})

@@ -29,7 +29,7 @@ _log = logger(__name__)
 
 
 class TorchSteps:
-    """Runs a model over a KV cache and an adapter pool, all on one device.
+    """The `runner.Steps` of a model over a KV cache and an adapter pool, all on one device.
 
     `graphs` is None without CUDA graphs; `beside` and `loader` are None where steps wait for copies; `processes` is None
     without CPU LoRA processes; `merged` is set where adapters can be merged.
@@ -55,14 +55,9 @@ class TorchSteps:
 
     @property
     def assisted(self) -> AssistCounts:
-        """The rows of unfinished adapters so far, by where they were computed."""
         return self._beside.counts if self._beside is not None else AssistCounts()
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
-        """Logits of `batch.logit_rows`, float32 [n, vocab], valid until the next call; fills the cache.
-
-        `helpers` must have the slots of all rows whose adapter is not completely loaded.
-        """
         if helpers is not None:
             return self._assisted(arranged(batch), helpers)
         logits = self.graphs.forward(batch, self._model_of(batch)) if self.graphs is not None else None
@@ -78,7 +73,6 @@ class TorchSteps:
         return logits
 
     def close(self) -> None:
-        """Release everything. No step may follow."""
         if self._beside is not None:
             self._beside.close()
 

@@ -34,8 +34,7 @@ from msgspec.structs import replace
 from motet.policies.step.engine_entry import EngineEntry
 from motet.policies.worker.assemble import DeviceMemory, engine_entry
 from motet.services.worker import metrics
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest, ResidencyChange, StepOutput, StepStats
+from motet.services.worker.engines.request import EngineRequest, ResidencyChange, StepOutput, StepReport, StepStats
 from motet.services.worker.vllm_engine.adapters import CoreAdapters
 from motet.services.worker.vllm_engine.core import Core, VllmOptions, start_core, warm
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
@@ -71,7 +70,7 @@ STOP_S = 2.0
 
 @dataclass(eq=False)
 class VllmEngine:
-    """Runs vLLM as a worker's engine. `deliver(report)` runs in the event loop.
+    """Runs vLLM as a worker's engine (`EngineProtocol`). `deliver(report)` runs in the event loop.
 
     `slot_bytes`: device memory of one adapter slot.
     """
@@ -113,7 +112,6 @@ class VllmEngine:
     # ---- life
 
     async def start(self) -> None:
-        """Start vLLM's core. Raises ConfigError, or what vLLM raises."""
         self.core = await asyncio.to_thread(start_core, self.options)
         await warm(self.core)
         slots = self.options.max_loras
@@ -127,7 +125,6 @@ class VllmEngine:
         self._spawn(self._read(self.core))
 
     async def stop(self) -> None:
-        """End the core."""
         self._stopping, self._up = True, False
         for task in [*self._tasks]:
             task.cancel()
@@ -198,9 +195,8 @@ class VllmEngine:
     # ---- commands
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request."""
         sampling, live = request.sampling, sequence(request, self.core, self.slot_bytes)
-        item = StreamItem(request.request_id, request.epoch, live.output_tokens, [])
+        item = request.item(live.output_tokens)
         banned = {word[0] for word in sampling.bad_words if len(word) == 1}
         if sampling.allowed_token_ids and banned.issuperset(sampling.allowed_token_ids):
             item.finish = "error"
@@ -218,17 +214,15 @@ class VllmEngine:
         self._flush_soon()
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """End a request of this epoch or an older one."""
         state = self._entry.state
         for live in (*state.waiting, *state.running):
             if live.request.request_id == request_id and live.request.epoch <= epoch:
                 self._drop(live)
-                self._end(live, StreamItem(request_id, live.request.epoch, live.output_tokens, [], "cancelled"))
+                self._end(live, live.request.item(live.output_tokens, "cancelled"))
                 self._pump()
                 return
 
     def load_adapter(self, adapter: Any, over: Collection[str] | None = None) -> None:
-        """Load an adapter into a slot, if one is free."""
         if not self._up or not self.core.adapter_prefix:
             return
         entry, digest = self._entry, adapter.digest
@@ -238,16 +232,13 @@ class VllmEngine:
             self._bring(adapter)
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """Evict these adapters from their slots last."""
         self._entry.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> None:
-        """Free an adapter's slot if no request uses it."""
         self._entry.doomed.add(digest)
         self._sweep()
 
     def abort_all(self, error: MotetError) -> None:
-        """End every request."""
         for live in self._live.values():
             self._drop(live)
         self._end_all(error)
@@ -448,8 +439,7 @@ class VllmEngine:
             self._since_s, self._usage = None, 0.0  # vLLM says nothing more until it runs again
 
     def _fail(self, live: VllmSequence, error: MotetError) -> None:
-        request = live.request
-        self._end(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], "error", error=error.info()))
+        self._end(live, live.request.item(live.output_tokens, "error", error=error))
 
     def _end_all(self, error: MotetError) -> None:
         state = self._entry.state

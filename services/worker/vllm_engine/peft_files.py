@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 import weakref
@@ -21,11 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from motet.shared.adapter_blob import PAGE_RANKS, BlobIndex, read_index
+from motet.shared.base_shapes import ATTENTION
 
 PREFIX = "model."
-_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -41,7 +45,7 @@ class PeftAdapter:
 
 def peft_adapter(blob: Path, folders: Path, digest: str = "", prefix: str = PREFIX) -> PeftAdapter:
     """Write the folder of a blob below `folders`. Raises InvalidAdapter or OSError."""
-    data = np.memmap(blob, mode="r", dtype=np.uint8)
+    data = np.memmap(blob, mode="c", dtype=np.uint8)  # torch wants writable memory
     index = read_index(data.data, data.size)
     digest = digest or hashlib.sha256(data.data).hexdigest()
     folder = Path(tempfile.mkdtemp(prefix=digest[:16] + ".", dir=folders))  # of this copy alone: another may come and go
@@ -55,36 +59,21 @@ def write_peft(data: np.ndarray[Any, Any], index: BlobIndex, folder: Path, prefi
     """Write both PEFT files. `data`: the blob's bytes."""
     scales = {scale for part in index.parts for scale, rank in zip(part.scales, part.ranks, strict=True) if rank}
     one = scales.pop() if len(scales) == 1 else None
-    header: dict[str, object] = {}
-    tensors: list[bytes] = []
-    at = 0
+    dtype, tensors = _TYPES[index.dtype], dict[str, torch.Tensor]()
     for part in index.parts:
-        width = PAGE_RANKS * (part.fan_in + part.fan_out)
-        kind = np.dtype(_TYPES[index.dtype])
-        size = part.pages * index.layers * width * kind.itemsize
-        packed = data[part.start : part.start + size].view(kind).reshape(part.pages, index.layers, width)
-        block = "self_attn" if part.module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+        shape = part.pages, index.layers, PAGE_RANKS * (part.fan_in + part.fan_out)
+        packed = torch.frombuffer(data, dtype=dtype, offset=part.start, count=math.prod(shape)).view(shape)
+        block = "self_attn" if part.module in ATTENTION else "mlp"
         for layer, (rank, scale) in enumerate(zip(part.ranks, part.scales, strict=True)):
             if not rank:
                 continue
             a = packed[:, layer, : PAGE_RANKS * part.fan_in].reshape(-1, part.fan_in)[:rank]
             b = packed[:, layer, PAGE_RANKS * part.fan_in :].reshape(-1, part.fan_out)[:rank].T
             if one is None:
-                b = _times(b, scale)
+                b = (b.float() * scale).to(dtype)
             name = f"base_model.model.{prefix}layers.{layer}.{block}.{part.module}"
-            for letter, matrix in (("A", a), ("B", b)):
-                raw = np.ascontiguousarray(matrix).tobytes()
-                where = [at, at + len(raw)]
-                header[f"{name}.lora_{letter}.weight"] = {
-                    "dtype": index.dtype,
-                    "shape": list(matrix.shape),
-                    "data_offsets": where,
-                }
-                tensors.append(raw)
-                at += len(raw)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    (folder / "adapter_model.safetensors").write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *tensors]))
+            tensors |= {f"{name}.lora_A.weight": a.contiguous(), f"{name}.lora_B.weight": b.contiguous()}
+    save_file(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "r": index.rank,
@@ -93,11 +82,3 @@ def write_peft(data: np.ndarray[Any, Any], index: BlobIndex, folder: Path, prefi
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
-def _times(matrix: np.ndarray[Any, Any], scale: float) -> np.ndarray[Any, Any]:
-    if matrix.dtype != np.uint16:
-        return (matrix.astype(np.float32) * np.float32(scale)).astype(matrix.dtype)
-    wide = (matrix.astype(np.uint32) << 16).view(np.float32) * np.float32(scale)  # bfloat16 is a float32's upper half
-    bits = wide.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

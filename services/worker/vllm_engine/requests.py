@@ -9,7 +9,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from motet.policies.cluster.describe import brief_of
 from motet.policies.step.batch_state import due_s
 from motet.policies.step.engine_entry import Entrant
 from motet.services.worker.engines.request import EngineRequest
@@ -51,13 +50,7 @@ class VllmSequence(Entrant):
 
     def brief(self) -> RequestBrief:
         """The facts of the request that schedulers need."""
-        return brief_of(
-            self.request,
-            predicted_tokens=self.request.predicted_tokens,
-            epoch=self.request.epoch,
-            output_tokens=self.output_tokens,
-            phase="running" if self.core_id else "waiting",
-        )
+        return self.request.brief(self.output_tokens, running=bool(self.core_id))
 
 
 def sequence(request: EngineRequest, core: Core, slot_bytes: int) -> VllmSequence:

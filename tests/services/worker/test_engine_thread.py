@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import EngineRequest, StepOutput, StepStats
+from motet.services.worker.engines.request import EngineRequest, StepOutput, StepReport, StepStats
 from motet.services.worker.native import thread as engine_thread
 from motet.services.worker.native.thread import EngineThread
 from motet.shared.config import ConfigError

@@ -11,8 +11,7 @@ import pytest
 
 from motet.services.worker import profiling
 from motet.services.worker.config import WorkerConfig
-from motet.services.worker.engines.report import StepReport
-from motet.services.worker.engines.request import StepOutput, StepStats
+from motet.services.worker.engines.request import StepOutput, StepReport, StepStats
 from motet.services.worker.profiling import measure, timed_steps
 from motet.shared.config import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from motet.services.worker.engines.report import StepReport
+from motet.services.worker.engines.request import StepReport
 from motet.services.worker.vllm_engine import engine as vllm
 from motet.services.worker.vllm_engine.core import VllmOptions
 from tests.support import eventually

@@ -30,18 +30,16 @@ _log = logger(__name__)
 
 
 class CompiledSteps:
-    """Runs steps by a `CpuForward`. `processes` measures how long they take."""
+    """The `runner.Steps` of a `CpuForward`. `processes` measures how long they take."""
 
     def __init__(self, forward: CpuForward, processes: CpuAssist | None) -> None:
         self._forward, self._processes = forward, processes
 
     @property
     def assisted(self) -> AssistCounts:
-        """The rows of unfinished adapters so far, by where they were computed."""
         return self._forward.assisted
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
-        """Logits of `batch.logit_rows`, float32 [n, vocab], valid until the next call; fills the cache."""
         if self._processes is None:
             return self._forward(batch, helpers)
         began_s = now_s()
