@@ -127,7 +127,7 @@ class CancelAt(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A worker has the request for the first time. `heard`: a scheduler has said so."""
+    """A worker has the request for the first time."""
 
     owned: Owned
     worker_id: str

@@ -36,7 +36,7 @@ class Item(Protocol):
     error: Any
 
 
-class Placing:
+class Search:
     """The search for a worker in one epoch, or in several if answers are lost."""
 
     __slots__ = ("kv", "patience_s", "pause_s", "serial", "timeout_s", "to", "until_s", "waits")
@@ -90,7 +90,7 @@ class Owned:
         self.sign_s = now_s  # the last sign of life of its worker
         self.resumed_s = 0.0  # since when it waits for a token from another worker; 0 while it does not
         self.set_back_s = 0.0  # since when its workers have been unable to serve it; 0 while they are able
-        self.place: Placing | None = None
+        self.place: Search | None = None
         self.plain = False  # the next tokens may go through `push_plain`
         self.finish: Any = None
         self.error: Any = None

@@ -46,7 +46,7 @@ from motet.policies.owner.events import (
     Trouble,
     WorkerGone,
 )
-from motet.policies.owner.life import Item, Owned, Placing
+from motet.policies.owner.life import Item, Owned, Search
 
 SUBMIT_TIMEOUT_S = (1.0, 5.0)  # first, then twice as long each time: a scheduler that is frozen must not hold a request
 OPEN_PATIENCE_S = 5.0  # a new request waits this long for a scheduler or worker to come back
@@ -156,14 +156,14 @@ class OwnerCore:
 
     def _place(self, owned: Owned, patience_s: float, pause_s: float = 0.0, to: str = "", kv: str = "", was: str = "") -> None:
         """Search for a worker, after a pause. `to`: the worker to be tried first, and once, with the KV blocks of `was`."""
-        place = owned.place = Placing(self._now_s + pause_s + patience_s, patience_s, BACKOFF_S[0], SUBMIT_TIMEOUT_S[0])
+        place = owned.place = Search(self._now_s + pause_s + patience_s, patience_s, BACKOFF_S[0], SUBMIT_TIMEOUT_S[0])
         place.to = to
         if pause_s:
             self._pause(owned, place, pause_s)
         else:
             self._actions.append(Submit(owned, owned.epoch, place.timeout_s, to, (was, kv) if kv else None))
 
-    def _pause(self, owned: Owned, place: Placing, pause_s: float) -> None:
+    def _pause(self, owned: Owned, place: Search, pause_s: float) -> None:
         place.waits = True
         place.serial += 1
         self._actions.append(Pause(owned, place.serial, pause_s))
@@ -174,7 +174,7 @@ class OwnerCore:
             place.pause_s = min(place.pause_s * 2, BACKOFF_S[1])
             self._submit_again(owned, place)
 
-    def _submit_again(self, owned: Owned, place: Placing) -> None:
+    def _submit_again(self, owned: Owned, place: Search) -> None:
         place.waits = False
         self._actions.append(Submit(owned, owned.epoch, place.timeout_s))
 
