@@ -46,6 +46,7 @@ GOOD_R2 = 0.96  # CaraServe, section 5
     help="File to write.",
 )
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Approximate duration.")
+@takes(WorkerConfig, "plugins")
 @takes(WorkerConfig, "engine")
 @takes(WorkerConfig, "engine_args")
 @takes(WorkerConfig, "device")

@@ -160,6 +160,8 @@ def simulate(
         for name in policies:
             named("--policy", POLICIES, name)
         profile = read_profile(options["profile"]) if options["profile"] else a10_llama2_7b()
+        for name, table_of_names in TABLES.items():
+            named(f"--profile: engine.{name}", table_of_names, getattr(profile.engine, name))
         profile = msgspec.structs.replace(profile, engine=changed(profile.engine, options["changes"]))
         options["scheduler"] = changed(SchedulerOptions(admission=options["admission"]), options["changes"])
         workload = build(np.random.default_rng(options["seed"]), options)

@@ -68,6 +68,14 @@ def test_a_wrong_option_of_the_worker_is_named_with_the_reason(change: str, reas
     assert result.exit_code == 2 and f"--set {change.partition('=')[0]}" in result.output and reason in result.output
 
 
+def test_a_profile_that_names_what_no_plugin_has_added_is_refused_by_field(tmp_path: Path) -> None:
+    path = tmp_path / "worker.json"
+    write_profile(path, a10_llama2_7b())
+    path.write_text(path.read_text().replace('"next-use"', '"by-colour"'))
+    result = simulate(*SHORT, "--profile", path)
+    assert result.exit_code == 2 and "--profile: engine.eviction: 'by-colour' is not one of next-use, gdsf" in result.output
+
+
 def test_a_saved_workload_can_be_replayed(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     first = figures(*SHORT, "--save-trace", path)
