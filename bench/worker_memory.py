@@ -34,7 +34,6 @@ import argparse
 import asyncio
 import contextlib
 import tempfile
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -45,8 +44,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import report
-from bench.live_worker import BASE, LiveWorker
 from bench.models import SHAPES, model_and_adapters
+from bench.rig.answers import metric
+from bench.rig.http import BASE
+from bench.rig.percentiles import quantile
+from bench.rig.workers import LiveWorker
 from bench.watch import Watch
 from motet.cli.process import free_port
 from motet.services.worker.engines.model_config import read_model_config
@@ -94,11 +96,11 @@ class Cell:
         """The P99 that the best possible cache would reach: its waiting times, plus this way's median, the time of a request
         that does not wait.
         """
-        return float(np.quantile(np.concatenate(self.limit_wait_ms), 0.99)) + self.quantile(0.5)
+        return quantile(np.concatenate(self.limit_wait_ms), 0.99) + self.quantile(0.5)
 
     def quantile(self, q: float) -> float:
         """The quantile over all rounds together."""
-        return float(np.quantile(np.concatenate(self.ttft_ms), q))
+        return quantile(np.concatenate(self.ttft_ms), q)
 
     @property
     def pressed(self) -> bool:
@@ -148,9 +150,7 @@ class Bed:
 
     def copied_bytes(self) -> float:
         """Bytes that the link has copied so far."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ops_port}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith("motet_worker_link_bytes_total")))
+        return metric(f"http://127.0.0.1:{self.ops_port}", "motet_worker_link_bytes_total")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -303,11 +303,7 @@ async def _stall(bed: Bed, gaps: Gaps, lap: int, tokens: int) -> None:
 
 def _print_gaps(gaps: Gaps, itl_ms: float) -> None:
     kinds = (("beside a copy", gaps.copying), ("the newcomer's prefill", gaps.prefilling), ("neither", gaps.neither))
-    shown = [
-        [name, len(some), float(np.quantile(some, 0.99)), float(np.quantile(some, 0.999)), max(some)]
-        for name, some in kinds
-        if some
-    ]
+    shown = [[name, len(some), quantile(some, 0.99), quantile(some, 0.999), max(some)] for name, some in kinds if some]
     title = f"Gaps between tokens over the stream's median ({itl_ms:.2f} ms), {gaps.copies} copies"
     print(report.table(title, ["", "gaps", "p99", "p99.9", "worst"], shown))
 
@@ -332,7 +328,7 @@ def _figures(
                 "limit_p99_ms": round(cell.limit_ms, 1),
                 "share_of_limit": round(cell.limit_ms / cell.quantile(0.99), 2),
                 "rounds": [
-                    round(float(np.quantile(theirs, 0.99) / np.quantile(one, 0.99)), 2)
+                    round(quantile(theirs, 0.99) / quantile(one, 0.99), 2)
                     for one, theirs in zip(cell.ttft_ms, rival.ttft_ms, strict=True)
                 ],
             }
