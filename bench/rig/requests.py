@@ -118,7 +118,7 @@ def play(port: int, requests: Sequence[Request], *, connected: bool = False, pat
     `connected`: all connections are made before the clock starts. Raises RuntimeError if some answers have no end `patience_s`
     after the last request is due.
     """
-    coming = sorted(requests, key=lambda request: request.at_s, reverse=True)
+    coming = sorted(requests, key=lambda request: request.at_s)[::-1]  # the next one is the last
     made = [connect(port) for _ in coming] if connected else []
     open_: dict[int, tuple[socket.socket, Request]] = {}
     poll = select.epoll()

@@ -1,10 +1,11 @@
-"""`python -m bench.rig.worker_process BYTES_PER_S [FILE]`: a worker as `motet worker` runs it, from MOTET_* variables.
+"""A worker with an emulated link to its device, or with a record of its steps: `python -m bench.rig.worker_process --help`.
 
-Its adapter copies take as long as over a link of that speed (0: as fast as memory), and it records its steps in FILE.
+It is configured by MOTET_* variables, as `motet worker`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -43,18 +44,22 @@ class StepSeen:
         )
 
 
-def main(link_bytes_per_s: float, records: str = "") -> int:
-    """Run the worker to its end."""
+def main() -> int:
+    """Run the worker to its end. Returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.rig.worker_process", description=__doc__)
+    parser.add_argument("bytes_per_s", type=float, help="speed of the link to the device; 0: as fast as memory")
+    parser.add_argument("file", nargs="?", default="", help="where each step is recorded, a line of JSON each")
+    args = parser.parse_args()
     config = load(WorkerConfig, {})
-    with open(records or os.devnull, "w", buffering=1) as file:
+    with open(args.file or os.devnull, "w", buffering=1) as file:
 
         def record(report: StepReport) -> None:
             if report.output.stats.time_ms:
                 file.write(json.dumps(astuple(StepSeen.of(report))) + "\n")
 
-        observe: dict[str, Any] = {"observe": record} if records else {}
-        return run(WorkerService(config, link_bytes_per_s=link_bytes_per_s, **observe), config)
+        observe: dict[str, Any] = {"observe": record} if args.file else {}
+        return run(WorkerService(config, link_bytes_per_s=args.bytes_per_s, **observe), config)
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), *sys.argv[2:]))
+    sys.exit(main())
