@@ -8,6 +8,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from bench.rig.http import READ_BYTES, connect, post
@@ -27,14 +28,18 @@ class Counters:
 def load(port: int, streams: int, body: Mapping[str, Any], counters: Counters) -> None:
     """Keep `streams` streaming requests running and count their events, until terminated."""
     request = post(body)
-    poll = select.epoll()
     sockets: dict[int, socket.socket] = {}
-    tails: dict[int, bytes] = {}
-    for _ in range(streams):
-        connection = connect(port)
-        connection.sendall(request)
-        sockets[connection.fileno()], tails[connection.fileno()] = connection, b""
-        poll.register(connection.fileno(), select.EPOLLIN)
+    with select.epoll() as poll, ExitStack() as opened:
+        for _ in range(streams):
+            connection = opened.enter_context(connect(port))
+            connection.sendall(request)
+            sockets[connection.fileno()] = connection
+            poll.register(connection.fileno(), select.EPOLLIN)
+        _read(poll, sockets, request, counters)
+
+
+def _read(poll: select.epoll, sockets: Mapping[int, socket.socket], request: bytes, counters: Counters) -> None:
+    tails = dict.fromkeys(sockets, b"")
     seen, reads = counters.seen, counters.reads
     while True:
         for number, _ in poll.poll():

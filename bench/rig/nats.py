@@ -24,7 +24,7 @@ def nats_server(directory: Path) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def bus_of_its_own(directory: Path) -> AsyncIterator[tuple[str, Bus]]:
+async def private_bus(directory: Path) -> AsyncIterator[tuple[str, Bus]]:
     """A context with a nats-server whose streams and buckets are there; yields its URL and a connection to it."""
     server = NatsServer(directory / "nats")
     try:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from bench.rig.http import BASE, completion
 from bench.rig.processes import ChildProcess
+from bench.rig.waiting import until
 
 START_S = 600.0
 END_S = 60.0
@@ -58,13 +59,13 @@ class Server:
 
         Raises RuntimeError if they never stop.
         """
-        deadline_s = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline_s:
+
+        def idle() -> bool:
             began_s, before_s = time.monotonic(), self.process.cpu_s()
             time.sleep(QUIET_S)
-            if self.process.cpu_s() - before_s < IDLE_SHARE * (time.monotonic() - began_s):
-                return
-        raise RuntimeError(f"{self.name} is still busy {SETTLE_S:.0f} s after its last answer")
+            return self.process.cpu_s() - before_s < IDLE_SHARE * (time.monotonic() - began_s)
+
+        until(idle, lambda: f"{self.name} is still busy {SETTLE_S:.0f} s after its last answer", within_s=SETTLE_S, every_s=0.0)
 
 
 def _complete(port: int, model: str) -> tuple[int, str]:

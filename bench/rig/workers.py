@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from bench.rig.http import BASE
-from bench.rig.nats import bus_of_its_own
+from bench.rig.nats import private_bus
 from bench.rig.processes import START_S, ChildProcess, with_variables
 from bench.rig.worker_process import StepSeen
 from motet.services.worker.profiling import publish, random_adapter
@@ -76,7 +76,7 @@ class Workers:
 
     async def __aenter__(self) -> Workers:
         async with AsyncExitStack() as stack:
-            url, self.bus = await stack.enter_async_context(bus_of_its_own(self._directory))
+            url, self.bus = await stack.enter_async_context(private_bus(self._directory))
             await self.bus.subscribe(subjects.stream(GATEWAY), TokenFrame, self._hear)
             for name, options in self._workers.items():
                 own = {"model": str(self._model), "served_model_name": BASE, "instance_id": name, "nats_url": url}
