@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT, llama_peer, roofline, vllm_peer
-from bench.engine_parent import Contestant, Lap
+from bench.engine_parent import Contestant, Lap, contestant
 from bench.engine_table import Measured, Turn, figures, show, timed
 from bench.models import RANKS, SHAPES, model_and_adapters, prompts
 from bench.watch import LIMIT_S, Watch
@@ -129,7 +129,7 @@ def _contestants(model: str, names: Sequence[str], threads: int) -> Iterator[dic
             print(f"starting {name}", file=sys.stderr)
             module = f"bench.engine_{name.split()[0]}"
             given = common | {"adapters": [str(path) for path in adapters]} | setup
-            return stack.enter_context(Contestant(name, [python, "-m", module], given, environment))
+            return stack.enter_context(contestant(name, [python, "-m", module], given, environment))
 
         def sides(name: str) -> Sides:
             system, width = name.split()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from bench.rig.processes import ChildProcess
@@ -28,35 +28,32 @@ class Lap:
         return sum(map(len, self.outputs)) / self.seconds
 
 
+@contextmanager
+def contestant(name: str, argv: Sequence[str], setup: dict[str, Any], environment: Mapping[str, str]) -> Iterator[Contestant]:
+    """A context with a child process that speaks bench.engine_child's protocol and is set up."""
+    with ChildProcess(name, argv, environment, piped=True, end_s=END_S) as process:
+        one = Contestant(name, process)
+        one.ask(setup, within_s=START_S)
+        yield one
+
+
+@dataclass(frozen=True, slots=True)
 class Contestant:
-    """A child process that speaks bench.engine_child's protocol. A context manager.
+    """One side of the bench. Its methods raise RuntimeError with the end of its log."""
 
-    Raises RuntimeError with the end of its log.
-    """
-
-    def __init__(self, name: str, argv: Sequence[str], setup: dict[str, Any], environment: Mapping[str, str]) -> None:
-        self.name = name
-        self.process = ChildProcess(name, argv, environment, piped=True, end_s=END_S)
-        self._setup = setup
-
-    def __enter__(self) -> Contestant:
-        self.process.__enter__()
-        try:
-            self._ask(self._setup, within_s=START_S)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self
+    name: str
+    process: ChildProcess
 
     def lap(self, prompts: list[list[int]], adapters: Sequence[int], tokens: int) -> Lap:
         """Generate `tokens` tokens after each prompt. `adapters`: the adapter of each request, -1 for none."""
-        answer = self._ask({"prompts": prompts, "adapters": list(adapters), "tokens": tokens}, within_s=LAP_S)
+        answer = self.ask({"prompts": prompts, "adapters": list(adapters), "tokens": tokens}, within_s=LAP_S)
         lap = Lap(answer["seconds"], answer["outputs"])
         if [len(output) for output in lap.outputs] != [tokens] * len(prompts):
             raise RuntimeError(f"{self.name}: not {tokens} tokens each but {sorted({len(o) for o in lap.outputs})}")
         return lap
 
-    def _ask(self, message: dict[str, Any], *, within_s: float) -> dict[str, Any]:
+    def ask(self, message: dict[str, Any], *, within_s: float) -> dict[str, Any]:
+        """Send a message and wait for the answer."""
         asking, answering = self.process.asking, self.process.answering
         try:
             asking.write(json.dumps(message).encode() + b"\n")
@@ -68,6 +65,3 @@ class Contestant:
         if not line:
             raise RuntimeError(f"{self.name} gave no answer; the end of its log:\n{self.process.said()}")
         return dict(json.loads(line))
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.process.__exit__(kind, error, trace)

@@ -16,7 +16,8 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from bench import ROOT, report, vllm_peer
 from bench.models import ADAPTERS, RANKS, model_and_adapters, prompts
 from bench.rig.http import BASE
 from bench.rig.laps import Laps, lap_over_http
-from bench.rig.server import Server
+from bench.rig.server import Server, started_server
 from bench.watch import Watch
 from motet.cli.process import free_port
 
@@ -36,7 +37,9 @@ STARTS = 3
 KV_GIB = 1
 
 
-def motet_server(model: Path, adapters: list[Path], data: Path, quantization: str = "none") -> Server:
+def motet_server(
+    model: Path, adapters: Sequence[Path], data: Path, quantization: str = "none"
+) -> AbstractContextManager[Server]:
     """`motet up`, every service its own process."""
     port = free_port()
     size_mib = sum((path / "adapter_model.safetensors").stat().st_size for path in adapters) >> 20
@@ -45,29 +48,21 @@ def motet_server(model: Path, adapters: list[Path], data: Path, quantization: st
     argv += ["--quantization", quantization]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MOTET_KV_MEMORY_GIB": str(KV_GIB)}
     environment |= {"MOTET_LORA_MEMORY_MIB": str(size_mib + 16), "MOTET_MAX_LORA_RANK": str(max(RANKS))}
-    return Server("motet", argv, environment, port, adapters[-1].name)
+    return started_server("motet", argv, environment, port, adapters[-1].name)
 
 
-def vllm_server(model: Path, adapters: list[Path]) -> Server:
-    """vLLM's OpenAI server with its best options (see vllm_peer)."""
-    port, many = free_port(), str(len(adapters))
+def vllm_server(
+    model: Path, adapters: Sequence[Path], *options: str, slots: int, name: str = "vllm"
+) -> AbstractContextManager[Server]:
+    """vLLM's OpenAI server with its best options (see vllm_peer) and further ones. `slots`: adapters at once."""
+    port = free_port()
     argv = [vllm_peer.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", BASE]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048"]
     # its own 4096 take as long for 32 prompts, show no first token before the last, and need 2.5 GiB more
-    argv += [
-        "--max-num-batched-tokens",
-        "512",
-        "--max-num-seqs",
-        "64",
-        "--enable-lora",
-        "--max-loras",
-        many,
-        "--max-cpu-loras",
-        many,
-    ]
-    argv += ["--max-lora-rank", str(max(RANKS)), "--disable-uvicorn-access-log"]
-    argv += ["--lora-modules", *(f"{path.name}={path}" for path in adapters)]
-    return Server("vllm", argv, vllm_peer.environment(KV_GIB), port, adapters[-1].name)
+    argv += ["--max-num-batched-tokens", "512", "--max-num-seqs", "64", "--disable-uvicorn-access-log"]
+    argv += ["--enable-lora", "--max-loras", str(slots), "--max-cpu-loras", str(len(adapters))]
+    argv += ["--max-lora-rank", str(max(RANKS)), "--lora-modules", *(f"{path.name}={path}" for path in adapters)]
+    return started_server(name, [*argv, *options], vllm_peer.environment(KV_GIB), port, adapters[-1].name)
 
 
 @dataclass(slots=True)
@@ -94,19 +89,19 @@ def run_serve(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"starting {name} ({number + 1} of {starts})", file=sys.stderr)
                 data = Path(directory) / f"data-{number}"
                 if name == "motet":
-                    server = motet_server(model, adapters, data, args.quantization)
+                    starting = motet_server(model, adapters, data, args.quantization)
                 else:
-                    server = vllm_server(model, adapters)
+                    starting = vllm_server(model, adapters, slots=len(adapters))
                 with ExitStack() as this_start:
-                    this_start.enter_context(server)
-                    side.starts_s.append(server.first_token_s)
-                    side.adapter_starts_s.append(server.first_adapter_token_s)
+                    started = this_start.enter_context(starting)
+                    side.starts_s.append(started.first_token_s)
+                    side.adapter_starts_s.append(started.first_adapter_token_s)
                     if number == starts - 1:  # the last one stays
                         stack.push(this_start.pop_all())
-            servers.append(server)
+            servers.append(started)
         _latencies(servers, sides, laps, tokens, names, args.watch)
-        for server in servers:
-            sides[server.name].rss_mib = server.process.rss_mib()
+        for one in servers:
+            sides[one.name].rss_mib = one.process.rss_mib()
     _show(args.model, tokens, sides)
     setup = {"model": args.model, "serve": True, "quantization": args.quantization, "output_tokens": tokens}
     return setup | figures(sides)
@@ -115,17 +110,17 @@ def run_serve(args: argparse.Namespace) -> dict[str, Any]:
 def _latencies(
     servers: list[Server], sides: dict[str, Side], laps: dict[int, int], tokens: int, names: list[str], watch: Watch
 ) -> None:
-    for server in servers:  # every adapter once, so that none is loaded while time counts
-        lap_over_http(server.port, prompts(ADAPTERS, PROMPT_TOKENS, seed=1), 2, names)
+    for one in servers:  # every adapter once, so that none is loaded while time counts
+        lap_over_http(one.port, prompts(ADAPTERS, PROMPT_TOKENS, seed=1), 2, names)
     for streams, count in laps.items():
         for number in watch.rounds(count, f"laps of {streams}"):
             asked = prompts(streams, PROMPT_TOKENS, seed=1000 * streams + number)
             first = number * streams
             models = [names[(first + i) % len(names)] for i in range(streams)]
-            for server in servers if number % 2 else servers[::-1]:
+            for one in servers if number % 2 else servers[::-1]:
                 for other in servers:
                     other.settle()
-                sides[server.name].laps[streams].append(lap_over_http(server.port, asked, tokens, models))
+                sides[one.name].laps[streams].append(lap_over_http(one.port, asked, tokens, models))
 
 
 def figures(sides: dict[str, Side]) -> dict[str, Any]:

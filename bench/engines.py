@@ -21,20 +21,20 @@ import signal
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench import report, vllm_peer
-from bench.engine_serve import KV_GIB, PROMPT_TOKENS
+from bench.engine_serve import KV_GIB, PROMPT_TOKENS, vllm_server
 from bench.models import RANKS, SHAPES, model_and_adapters, prompts
 from bench.rig.arrivals import poisson
 from bench.rig.http import BASE, completion, post
 from bench.rig.laps import Laps, lap_over_http
 from bench.rig.percentiles import quantile_ms
 from bench.rig.requests import Request, play
-from bench.rig.server import Server
+from bench.rig.server import Server, started_server
 from motet.cli.client import ApiError, Client
 from motet.cli.process import free_port
 
@@ -49,7 +49,7 @@ ROUNDS = 2  # of arrivals, for each server
 ZIPF = 1.0  # popularity of adapter i is 1 / i
 STREAMS, STREAM_TOKENS = 8, 256
 HEAL_S = 180.0
-INSIDE = "bench.engines_inside.Turns"
+INSIDE = ("--scheduler-cls", "bench.engines_inside.Turns", "--block-size", "32")
 PATIENT_MS = "3600000"  # vLLM refuses nothing for being late, so Motet does not either
 
 
@@ -84,13 +84,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     sides = {"vllm": Side(), "motet": Side()} | ({"inside": Side()} if args.inside else {})
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, ExitStack() as stack:
         servers = [
-            stack.enter_context(direct(model, adapters)),
+            stack.enter_context(vllm_server(model, adapters, slots=SLOTS)),
             stack.enter_context(over_motet(model, adapters, Path(directory))),
         ]
         if args.inside:
-            servers.append(
-                stack.enter_context(direct(model, adapters, "inside", "--scheduler-cls", INSIDE, "--block-size", "32"))
-            )
+            servers.append(stack.enter_context(vllm_server(model, adapters, *INSIDE, slots=SLOTS, name="inside")))
         laps = QUICK_LAPS if args.quick else INSIDE_LAPS if args.inside else LAPS
         for server in servers:  # so that nothing is loaded or compiled while time counts
             lap_over_http(server.port, prompts(SLOTS, PROMPT_TOKENS, seed=1), 2, names[:SLOTS])
@@ -114,19 +112,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return _told(args.model, sides, rate, max(laps))
 
 
-def direct(model: Path, adapters: Sequence[Path], name: str = "vllm", *options: str) -> Server:
-    """vLLM's OpenAI server with further options."""
-    port = free_port()
-    argv = [vllm_peer.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", BASE]
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--disable-uvicorn-access-log"]
-    argv += ["--max-num-batched-tokens", "512", "--max-num-seqs", "64", "--enable-lora", "--max-loras", str(SLOTS)]
-    argv += ["--max-cpu-loras", str(len(adapters)), "--max-lora-rank", str(max(RANKS))]
-    argv += ["--lora-modules", *(f"{path.name}={path}" for path in adapters)]
-    argv += options
-    return Server(name, argv, vllm_peer.environment(KV_GIB), port, adapters[-1].name)
-
-
-def over_motet(model: Path, adapters: Sequence[Path], data: Path) -> Server:
+def over_motet(model: Path, adapters: Sequence[Path], data: Path) -> AbstractContextManager[Server]:
     """`motet up --engine vllm`, every service its own process."""
     port = free_port()
     argv = [vllm_peer.python(), "-m", "motet", "up", "--engine", "vllm", "--model", str(model), "--served-model-name", BASE]
@@ -142,7 +128,7 @@ def over_motet(model: Path, adapters: Sequence[Path], data: Path) -> Server:
         "MOTET_SLO_STANDARD_TPOT_MS": PATIENT_MS,
         "MOTET_SLO_STANDARD_TTFT_MS": PATIENT_MS,
     }
-    return Server("motet", argv, environment, port, adapters[-1].name)
+    return started_server("motet", argv, environment, port, adapters[-1].name)
 
 
 def arrivals(count: int, rate: float, names: Sequence[str], *, seed: int) -> list[tuple[float, str, list[int]]]:

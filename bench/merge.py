@@ -41,10 +41,9 @@ from bench import report
 from bench.models import SHAPES, model_and_adapters
 from bench.rig.percentiles import quantile, quantile_ms
 from bench.rig.worker_process import StepSeen
-from bench.rig.workers import LiveWorker, Served
+from bench.rig.workers import LiveWorker, Served, workload
 from bench.watch import Watch
 from motet.shared.model import AdapterRef
-from motet.twin.workload import Workload
 
 SEATS, CLIENTS = 32, 48
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
@@ -237,14 +236,8 @@ async def _lap(rig: Rig, worker: LiveWorker, adapter: AdapterRef | None) -> list
 async def _at_once(
     rig: Rig, worker: LiveWorker, chosen: Sequence[int], adapters: Sequence[AdapterRef], tokens: Sequence[int]
 ) -> list[Served]:
-    load = Workload(
-        arrival_s=np.zeros(len(chosen)),
-        adapter=np.array(chosen),
-        prompt_tokens=np.full(len(chosen), rig.size.prompt_tokens),
-        output_tokens=np.array(tokens),
-        ranks=np.full(len(adapters), RANK),
-        adapter_bytes=np.ones(len(adapters), dtype=np.int64),
-    )
+    prompts, none = np.full(len(chosen), rig.size.prompt_tokens), np.zeros(len(chosen))
+    load = workload(adapters, none, np.array(chosen), prompts, np.array(tokens))
     return await worker.run(load, adapters)
 
 

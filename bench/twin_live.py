@@ -47,7 +47,7 @@ from bench import report
 from bench.models import model_and_adapters
 from bench.rig.percentiles import quantile
 from bench.rig.processes import ChildProcess, with_variables
-from bench.rig.workers import LiveWorker, Served
+from bench.rig.workers import LiveWorker, Served, workload
 from bench.watch import Watch
 from motet.shared.model import AdapterRef
 from motet.twin.cluster import BusDelays, Cluster
@@ -260,13 +260,12 @@ def workload_of(draw: Generator, shape: Shape, adapters: Sequence[AdapterRef], r
     prompt, output = _lengths(draw).draw(draw, len(times))
     warm = np.arange(shape.adapters if shape.others else 0, len(adapters))
     start_s = WARM_EVERY_S * (len(warm) + 5)
-    return Workload(
-        arrival_s=np.concatenate([WARM_EVERY_S * np.arange(len(warm)), start_s + times]),
-        adapter=np.concatenate([warm, which]),
-        prompt_tokens=np.concatenate([np.full(len(warm), 8), prompt]),
-        output_tokens=np.concatenate([np.full(len(warm), 2), output]),
-        ranks=np.array([adapter.rank for adapter in adapters]),
-        adapter_bytes=np.array([adapter.size_bytes for adapter in adapters]),
+    return workload(
+        adapters,
+        np.concatenate([WARM_EVERY_S * np.arange(len(warm)), start_s + times]),
+        np.concatenate([warm, which]),
+        np.concatenate([np.full(len(warm), 8), prompt]),
+        np.concatenate([np.full(len(warm), 2), output]),
     )
 
 

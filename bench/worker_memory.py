@@ -41,14 +41,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench import report
 from bench.models import SHAPES, model_and_adapters
 from bench.rig.answers import metric
 from bench.rig.http import BASE
 from bench.rig.percentiles import quantile
-from bench.rig.workers import LiveWorker
+from bench.rig.workers import LiveWorker, workload
 from bench.watch import Watch
 from motet.cli.process import free_port
 from motet.services.worker.engines.model_config import read_model_config
@@ -232,22 +231,11 @@ async def _bed(
     return bed
 
 
-def _workload(bed: Bed, arrival_s: NDArray[Any], adapter: Ints, prompt_tokens: Ints, output_tokens: Ints) -> Workload:
-    return Workload(
-        arrival_s=arrival_s,
-        adapter=adapter,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        ranks=np.full(len(bed.adapters), RANK),
-        adapter_bytes=np.array([one.size_bytes for one in bed.adapters]),
-    )
-
-
 def _once_each(bed: Bed, every_s: float) -> Workload:
     """Send a short request for every adapter."""
     each = np.arange(len(bed.adapters))
     few = np.full(len(each), COLD_TOKENS)
-    return _workload(bed, every_s * each, each, few, few)
+    return workload(bed.adapters, every_s * each, each, few, few)
 
 
 async def _serve(bed: Bed, cell: Cell, load: float, seconds: float, *, seed: int, warm_s: float) -> None:
@@ -258,7 +246,7 @@ async def _serve(bed: Bed, cell: Cell, load: float, seconds: float, *, seed: int
     lengths = Lengths.lognormal(draw, prompt_mean=PROMPT_TOKENS, output_mean=OUTPUT_TOKENS, prompt_cv=0.8, output_cv=0.7)
     prompt, output = lengths.capped(LONGEST_PROMPT, LONGEST_OUTPUT).draw(draw, len(times))
     before, began_s = bed.copied_bytes(), now_s()
-    served = await bed.worker.run(_workload(bed, times, which, prompt, output), bed.adapters)
+    served = await bed.worker.run(workload(bed.adapters, times, which, prompt, output), bed.adapters)
     took_s, copied = now_s() - began_s, (bed.copied_bytes() - before) / bed.adapters[0].size_bytes
     counted = [one for one in served if one.sent_s >= warm_s]
     cell.ttft_ms.append(1e3 * np.array([one.first_s - one.sent_s for one in counted]))
@@ -293,7 +281,7 @@ async def _stall(bed: Bed, gaps: Gaps, lap: int, tokens: int) -> None:
     few = np.full(COLDS, COLD_TOKENS)
     output = np.concatenate([np.full(STREAMS, tokens), few])
     served = await bed.worker.run(
-        _workload(bed, times, which, np.concatenate([np.full(STREAMS, 8), few]), output), bed.adapters
+        workload(bed.adapters, times, which, np.concatenate([np.full(STREAMS, 8), few]), output), bed.adapters
     )
     waited = [(one.sent_s, one.first_s) for one in served[STREAMS:] if one.first_s - one.sent_s > COPY_S / 2]
     gaps.copies += len(waited)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from bench.rig.http import BASE, completion
 from bench.rig.processes import ChildProcess
@@ -20,38 +21,15 @@ SETTLE_S = 30.0
 IDLE_SHARE = 0.2  # of one core, by all of its processes
 
 
+@dataclass(frozen=True, slots=True)
 class Server:
-    """One server. A context manager that starts it and waits for the first tokens of its base model and of `adapter`."""
+    """A running server, and how long its first tokens took from the start of its process: of the base model, of an adapter."""
 
-    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], port: int, adapter: str) -> None:
-        self.name, self.port = name, port
-        self.process = ChildProcess(name, argv, environment, end_s=END_S)
-        self._adapter = adapter
-        self.first_token_s = self.first_adapter_token_s = 0.0
-
-    def __enter__(self) -> Server:
-        began_s = time.monotonic()
-        self.process.__enter__()
-        try:
-            self.first_token_s = self._wait(BASE, began_s)
-            self.first_adapter_token_s = self._wait(self._adapter, began_s)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.process.__exit__(None, None, None)  # also after an error it ends as users end it
-
-    def _wait(self, model: str, began_s: float) -> float:
-        """Ask until there is an answer. Returns the seconds since `began_s`."""
-        answer = ""
-        while time.monotonic() - began_s < START_S and not self.process.ended:
-            status, answer = _complete(self.port, model)
-            if status == 200:
-                return time.monotonic() - began_s
-            time.sleep(EVERY_S)
-        raise RuntimeError(f"{self.name} does not serve {model!r} ({answer}); the end of its log:\n{self.process.said()}")
+    name: str
+    port: int
+    process: ChildProcess
+    first_token_s: float
+    first_adapter_token_s: float
 
     def settle(self) -> None:
         """Wait until the server's threads have stopped spinning for work: they would run beside the server that is measured
@@ -66,6 +44,26 @@ class Server:
             return self.process.cpu_s() - before_s < IDLE_SHARE * (time.monotonic() - began_s)
 
         until(idle, lambda: f"{self.name} is still busy {SETTLE_S:.0f} s after its last answer", within_s=SETTLE_S, every_s=0.0)
+
+
+@contextmanager
+def started_server(name: str, argv: Sequence[str], environment: Mapping[str, str], port: int, adapter: str) -> Iterator[Server]:
+    """A context with a server that has answered for its base model and for `adapter`."""
+    began_s = time.monotonic()
+    with ChildProcess(name, argv, environment, end_s=END_S) as process:
+        first_s = [_first_token_s(process, port, model, began_s) for model in (BASE, adapter)]
+        yield Server(name, port, process, *first_s)
+
+
+def _first_token_s(process: ChildProcess, port: int, model: str, began_s: float) -> float:
+    """Ask until there is an answer. Returns the seconds since `began_s`."""
+    answer = ""
+    while time.monotonic() - began_s < START_S and not process.ended:
+        status, answer = _complete(port, model)
+        if status == 200:
+            return time.monotonic() - began_s
+        time.sleep(EVERY_S)
+    raise RuntimeError(f"{process.name} does not serve {model!r} ({answer}); the end of its log:\n{process.said()}")
 
 
 def _complete(port: int, model: str) -> tuple[int, str]:

@@ -14,10 +14,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.rig.http import BASE
 from bench.rig.nats import private_bus
@@ -25,14 +26,13 @@ from bench.rig.processes import START_S, ChildProcess, with_variables
 from bench.rig.worker_process import StepSeen
 from motet.services.worker.profiling import publish, random_adapter
 from motet.shared import subjects
-from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import Unavailable
 from motet.shared.model import AdapterRef, SamplingParams, Slo
 from motet.shared.wire.refusal import Refused
 from motet.shared.wire.request import AssignReply, GenerateRequest, pack_tokens
 from motet.shared.wire.stream import TokenFrame
-from motet.twin.workload import Workload
+from motet.twin.workload import Ints, Workload
 
 WORKER = "bench-worker"
 GATEWAY = "bench-gateway"
@@ -50,6 +50,20 @@ def greedy(request_id: str, prompt: Sequence[int], max_tokens: int, **more: Any)
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         slo=Slo(),
         **more,
+    )
+
+
+def workload(
+    adapters: Sequence[AdapterRef], arrival_s: NDArray[Any], which: Ints, prompt_tokens: Ints, output_tokens: Ints
+) -> Workload:
+    """Requests for these adapters: request i for adapter `which[i]`, -1 for none."""
+    return Workload(
+        arrival_s=arrival_s,
+        adapter=which,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        ranks=np.array([adapter.rank for adapter in adapters], dtype=np.int64),
+        adapter_bytes=np.array([adapter.size_bytes for adapter in adapters], dtype=np.int64),
     )
 
 
@@ -74,7 +88,7 @@ class Workers:
         self._workers, self._words, self._end_s = workers, words, end_s
         self.processes: dict[str, ChildProcess] = {}
 
-    async def __aenter__(self) -> Workers:
+    async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             url, self.bus = await stack.enter_async_context(private_bus(self._directory))
             await self.bus.subscribe(subjects.stream(GATEWAY), TokenFrame, self._hear)
@@ -83,8 +97,7 @@ class Workers:
                 log, argv = self._directory / f"{name}.log", [sys.executable, "-m", *self._words]
                 variables = with_variables({"ops_port": "0", **options, **own})
                 process = ChildProcess(name, argv, variables, log=log, end_s=self._end_s)
-                self.processes[name] = process.__enter__()
-                stack.push_async_callback(asyncio.to_thread, process.__exit__, None, None, None)
+                self.processes[name] = stack.enter_context(process)
             for name in self._workers:
                 await self._ready(name)
             self._running = stack.pop_all()
@@ -144,7 +157,7 @@ class Served:
         return self.frames_s[-1] if self.frames_s else 0.0
 
 
-class LiveWorker:
+class LiveWorker(Workers):
     """One worker with MOTET_* `options`, ready for requests. An asynchronous context manager.
 
     `link_bytes_per_s`: rate of adapter copies to the device; 0 for the speed of memory. `records`: `steps` has the records of
@@ -160,34 +173,20 @@ class LiveWorker:
         link_bytes_per_s: float = 0.0,
         records: bool = False,
     ) -> None:
-        self._model = model
         self._records = directory / "steps.jsonl" if records else None
-        self._vocabulary: int = json.loads((model / "config.json").read_text())["vocab_size"]
-        more: dict[str, Any] = {}
+        words = ["motet", "worker"]
         if link_bytes_per_s or self._records:
-            recorded = [str(self._records)] if self._records else []
-            more["words"] = ["bench.rig.worker_process", str(link_bytes_per_s), *recorded]
-        self._workers = Workers(model, directory, {WORKER: options}, self._hear, **more)
+            words = ["bench.rig.worker_process", str(link_bytes_per_s), *([str(self._records)] if self._records else [])]
+        super().__init__(model, directory, {WORKER: options}, self._note, words=words)
+        self._vocabulary: int = json.loads((model / "config.json").read_text())["vocab_size"]
         self._served: dict[str, Served] = {}
         self._began_s = 0.0
         self._heard = asyncio.Event()
         self._runs = 0
 
-    async def __aenter__(self) -> LiveWorker:
-        await self._workers.__aenter__()
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        await self._workers.__aexit__(kind, error, at)
-
-    @property
-    def bus(self) -> Bus:
-        """The connection to NATS."""
-        return self._workers.bus
-
     def pin(self, core: int) -> None:
         """From now on all threads of the worker run on this core. It is for workers with one compute thread."""
-        self._workers.processes[WORKER].pin(core)
+        self.processes[WORKER].pin(core)
 
     async def publish(self, rank: int, number: int) -> AdapterRef:
         """A new adapter in the registry's store."""
@@ -249,11 +248,11 @@ class LiveWorker:
         prompt = draw.integers(2, self._vocabulary, size=prompt_tokens).tolist()
         request = greedy(f"{self._runs}-{name}", prompt, output_tokens, adapter=adapter)
         served = self._served[name] = Served(now_s() - self._began_s)
-        if await self._workers.assign(WORKER, request) is not None:
+        if await self.assign(WORKER, request) is not None:
             served.refused = served.over = True
             self._heard.set()
 
-    def _hear(self, frame: TokenFrame) -> None:
+    def _note(self, frame: TokenFrame) -> None:
         at_s = now_s() - self._began_s
         for item in frame.items:
             run, _, name = item.request_id.partition("-")
