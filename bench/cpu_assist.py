@@ -31,8 +31,7 @@ from bench import report
 from bench.cpu_assist_parts import prefills, round_trips
 from bench.cpu_assist_rig import WAYS, Answered, Asked, Files, Rig
 from bench.cpu_assist_twin import paper_scale
-from bench.mesh_parts import prompts
-from bench.models import SHAPES
+from bench.models import SHAPES, prompts
 from bench.watch import Watch
 
 COLD = tuple(way for way in WAYS if way != "cached")

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
+from bench.rig.percentiles import quantile_ms
+from bench.rig.waiting import until
 from motet.kernels import GROUPS, LoraPool, PackedLora
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.assist import Channel, loading_of
@@ -121,11 +122,11 @@ def made_pool() -> tuple[CpuEngine, LoraPool]:
 
 def started(engine: CpuEngine, pool: LoraPool, cores: Sequence[int], max_rows: int) -> CpuAssist:
     assist = CpuAssist(engine, pool, cores=cores, max_rows=max_rows)
-    until = time.monotonic() + START_S
-    while assist.capacity.processes < len(cores):
-        if time.monotonic() > until:
-            raise RuntimeError(f"processes did not start: {dict(assist.failures)}")
-        time.sleep(0.01)
+
+    def all_there() -> bool:
+        return assist.capacity.processes >= len(cores)
+
+    until(all_there, lambda: f"processes did not start: {dict(assist.failures)}", within_s=START_S, every_s=0.01)
     return assist
 
 
@@ -213,4 +214,4 @@ def _ms(times: Sequence[float]) -> float:
 
 
 def _quantiles(name: str, times: Sequence[float]) -> dict[str, float]:
-    return {f"{name}_ms_p50": _ms(times), f"{name}_ms_p95": round(float(np.quantile(times, 0.95)) * 1e3, 3)}
+    return {f"{name}_ms_p50": _ms(times), f"{name}_ms_p95": round(quantile_ms(times, 0.95), 3)}

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bench.mesh_parts import prompts
-from bench.models import ATTENTION, MLP, SHAPES, write_adapter, write_model
+from bench.models import ATTENTION, MLP, SHAPES, prompts, write_adapter, write_model
 from bench.stored_adapters import stored_adapter
 from motet.policies.step.cold_start import ColdStartName
 from motet.policies.times.step_times import StepTimes

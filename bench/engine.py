@@ -30,12 +30,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench import llama_peer, roofline, vllm_peer
-from bench.engine_parent import Contestant, Lap
+from bench import ROOT, llama_peer, roofline, vllm_peer
+from bench.engine_parent import Contestant, Lap, contestant
 from bench.engine_table import Measured, Turn, figures, show, timed
-from bench.mesh_parts import prompts
-from bench.models import RANKS, SHAPES, model_and_adapters
-from bench.vllm_peer import ROOT
+from bench.models import RANKS, SHAPES, model_and_adapters, prompts
 from bench.watch import LIMIT_S, Watch
 
 POPULAR = 2  # the adapter that "one" uses, of rank 32
@@ -89,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             args.watch.limit_s += LIMIT_S
         with _contestants(args.model, names, threads) as contestants:
             best = best.better(_rounds(contestants, measured, rounds, tokens, args.watch))
-            resident |= {name: max(side.rss_mib() for side in sides.values()) for name, sides in contestants.items()}
+            resident |= {name: max(side.process.rss_mib()[0] for side in sides.values()) for name, sides in contestants.items()}
     found = figures(measured, SHAPES[args.model], best, PROMPT_TOKENS, tokens, chosen)
     print(show(f"{args.model}: output tokens/s, requests of {PROMPT_TOKENS} + {tokens} tokens", found))
     machine = {"gb_per_s": round(best.bytes_per_s / 1e9, 1), "gflop_per_s": round(best.flops_per_s / 1e9)}
@@ -131,7 +129,7 @@ def _contestants(model: str, names: Sequence[str], threads: int) -> Iterator[dic
             print(f"starting {name}", file=sys.stderr)
             module = f"bench.engine_{name.split()[0]}"
             given = common | {"adapters": [str(path) for path in adapters]} | setup
-            return stack.enter_context(Contestant(name, [python, "-m", module], given, environment))
+            return stack.enter_context(contestant(name, [python, "-m", module], given, environment))
 
         def sides(name: str) -> Sides:
             system, width = name.split()

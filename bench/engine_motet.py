@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.engine_child import Generate, serve
-from bench.stored_adapters import stored_adapter
 
 
 def make(setup: dict[str, Any]) -> Generate:
     """A function that answers laps with a warm engine, assembled as in a worker, and the adapters in host memory."""
-    from bench.mesh_parts import run_engine
+    from bench.rig.engine import host_adapters, run_engine
     from motet.policies.times.step_times import StepTimes
     from motet.services.worker.config import WorkerConfig
     from motet.services.worker.engines.start_perf import START_PERF
@@ -34,9 +32,7 @@ def make(setup: dict[str, Any]) -> Generate:
     runner: Any = assembly.engine.runner
     cache = runner.memory.cache
     cache.clear(torch.arange(cache.blocks))  # as llama.cpp does at start: memory that is used first takes the system some time
-    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
-        files = [_stored(model, Path(path), Path(directory)) for path in setup["adapters"]]
-        adapters = [assembly.parse_adapter(file, file.name) for file in files]  # mapped: they outlive the directory
+    adapters = host_adapters(assembly, model, setup["adapters"])
 
     def generate(prompts: list[list[int]], wanted: list[int], tokens: int) -> list[list[int]]:
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -46,14 +42,6 @@ def make(setup: dict[str, Any]) -> Generate:
         return outputs
 
     return generate
-
-
-def _stored(model: Path, adapter: Path, directory: Path) -> Path:
-    """The adapter in the form of a worker's disk tier: a file whose name is its digest."""
-    converted = stored_adapter(model, adapter)
-    path = directory / converted.digest
-    path.write_bytes(converted.blob)
-    return path
 
 
 if __name__ == "__main__":

@@ -18,21 +18,23 @@ import asyncio
 import os
 import random
 import signal
-import statistics
 import tempfile
-import time
+from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench import report, vllm_peer
-from bench.engine_serve import BASE, KV_GIB, PROMPT_TOKENS, Server
-from bench.mesh_parts import Lap, prompts, stream
-from bench.models import RANKS, SHAPES, model_and_adapters
+from bench.engine_serve import KV_GIB, PROMPT_TOKENS, vllm_server
+from bench.models import RANKS, SHAPES, model_and_adapters, prompts
+from bench.rig.arrivals import poisson
+from bench.rig.http import BASE, completion, post
+from bench.rig.laps import Laps, lap_over_http
+from bench.rig.percentiles import quantile_ms
+from bench.rig.requests import Request, play
+from bench.rig.server import Server, started_server
 from motet.cli.client import ApiError, Client
 from motet.cli.process import free_port
 
@@ -47,7 +49,7 @@ ROUNDS = 2  # of arrivals, for each server
 ZIPF = 1.0  # popularity of adapter i is 1 / i
 STREAMS, STREAM_TOKENS = 8, 256
 HEAL_S = 180.0
-INSIDE = "bench.engines_inside.Turns"
+INSIDE = ("--scheduler-cls", "bench.engines_inside.Turns", "--block-size", "32")
 PATIENT_MS = "3600000"  # vLLM refuses nothing for being late, so Motet does not either
 
 
@@ -55,20 +57,14 @@ PATIENT_MS = "3600000"  # vLLM refuses nothing for being late, so Motet does not
 class Side:
     """The measurements of one server."""
 
-    laps: dict[int, list[Lap]] = field(default_factory=dict)  # by concurrency
+    laps: dict[int, Laps] = field(default_factory=lambda: defaultdict(Laps))  # by concurrency
     first_s: list[float] = field(default_factory=list)  # to the first token, with more adapters than slots
     whole_s: list[float] = field(default_factory=list)  # to the last one
     lost: list[str] = field(default_factory=list)  # why each request was that has no whole answer
 
-    def ttft_ms(self, streams: int, share: float) -> float:
-        return float(np.quantile([one for lap in self.laps[streams] for one in lap.first_s], share)) * 1000
-
-    def rate(self, streams: int) -> float:
-        return statistics.median(lap.tokens_per_s for lap in self.laps[streams])
-
     def tail_ms(self) -> list[float]:
         """With more adapters than slots: p50 and p99 of the TTFT, and p50 and p99 of the time to the whole answer."""
-        return [float(np.quantile(times, share)) * 1000 for times in (self.first_s, self.whole_s) for share in (0.5, 0.99)]
+        return [quantile_ms(times_s, share) for times_s in (self.first_s, self.whole_s) for share in (0.5, 0.99)]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,29 +84,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     sides = {"vllm": Side(), "motet": Side()} | ({"inside": Side()} if args.inside else {})
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, ExitStack() as stack:
         servers = [
-            stack.enter_context(direct(model, adapters)),
+            stack.enter_context(vllm_server(model, adapters, slots=SLOTS)),
             stack.enter_context(over_motet(model, adapters, Path(directory))),
         ]
         if args.inside:
-            servers.append(
-                stack.enter_context(direct(model, adapters, "inside", "--scheduler-cls", INSIDE, "--block-size", "32"))
-            )
+            servers.append(stack.enter_context(vllm_server(model, adapters, *INSIDE, slots=SLOTS, name="inside")))
         laps = QUICK_LAPS if args.quick else INSIDE_LAPS if args.inside else LAPS
         for server in servers:  # so that nothing is loaded or compiled while time counts
-            stream(server.port, prompts(SLOTS, PROMPT_TOKENS, seed=1), 2, names[:SLOTS])
+            lap_over_http(server.port, prompts(SLOTS, PROMPT_TOKENS, seed=1), 2, names[:SLOTS])
         for streams, count in laps.items():
             for number in args.watch.rounds(count, f"laps of {streams}"):
                 asked = prompts(streams, PROMPT_TOKENS, seed=1000 * streams + number)
                 for server in servers if number % 2 else servers[::-1]:
                     _settle(servers)
-                    found = stream(server.port, asked, OUTPUT_TOKENS, names[:SLOTS])
-                    sides[server.name].laps.setdefault(streams, []).append(found)
-        rate = LOAD * sides["vllm"].rate(max(laps)) / OUTPUT_TOKENS
+                    found = lap_over_http(server.port, asked, OUTPUT_TOKENS, names[:SLOTS])
+                    sides[server.name].laps[streams].append(found)
+        rate = LOAD * sides["vllm"].laps[max(laps)].tokens_per_s / OUTPUT_TOKENS
         for number in args.watch.rounds(1 if args.quick else ROUNDS, "rounds of arrivals"):
             trace = arrivals(QUICK_ARRIVALS if args.quick else ARRIVALS, rate, names, seed=number)
             for server in servers if number % 2 else servers[::-1]:
                 _settle(servers)
-                for first_s, whole_s in asyncio.run(replay(server.port, trace)):
+                for first_s, whole_s in replay(server.port, trace):
                     sides[server.name].first_s.append(first_s)
                     sides[server.name].whole_s.append(whole_s)
         for server in servers if not args.inside else []:
@@ -118,19 +112,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return _told(args.model, sides, rate, max(laps))
 
 
-def direct(model: Path, adapters: Sequence[Path], name: str = "vllm", *options: str) -> Server:
-    """vLLM's OpenAI server with further options."""
-    port = free_port()
-    argv = [vllm_peer.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", BASE]
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--disable-uvicorn-access-log"]
-    argv += ["--max-num-batched-tokens", "512", "--max-num-seqs", "64", "--enable-lora", "--max-loras", str(SLOTS)]
-    argv += ["--max-cpu-loras", str(len(adapters)), "--max-lora-rank", str(max(RANKS))]
-    argv += ["--lora-modules", *(f"{path.name}={path}" for path in adapters)]
-    argv += options
-    return Server(name, argv, vllm_peer.environment(KV_GIB), port, adapters[-1].name)
-
-
-def over_motet(model: Path, adapters: Sequence[Path], data: Path) -> Server:
+def over_motet(model: Path, adapters: Sequence[Path], data: Path) -> AbstractContextManager[Server]:
     """`motet up --engine vllm`, every service its own process."""
     port = free_port()
     argv = [vllm_peer.python(), "-m", "motet", "up", "--engine", "vllm", "--model", str(model), "--served-model-name", BASE]
@@ -146,33 +128,28 @@ def over_motet(model: Path, adapters: Sequence[Path], data: Path) -> Server:
         "MOTET_SLO_STANDARD_TPOT_MS": PATIENT_MS,
         "MOTET_SLO_STANDARD_TTFT_MS": PATIENT_MS,
     }
-    return Server("motet", argv, environment, port, adapters[-1].name)
+    return started_server("motet", argv, environment, port, adapters[-1].name)
 
 
 def arrivals(count: int, rate: float, names: Sequence[str], *, seed: int) -> list[tuple[float, str, list[int]]]:
     """(seconds from the start, adapter, prompt) of `count` requests, `rate` of them per second."""
     draw = random.Random(seed)
     weights = [1 / (number + 1) ** ZIPF for number in range(len(names))]
-    at_s, trace = 0.0, []
-    for prompt in prompts(count, PROMPT_TOKENS, seed=77_000 + seed):
-        at_s += draw.expovariate(rate)
-        trace.append((at_s, draw.choices(names, weights)[0], prompt))
-    return trace
+    asked = zip(prompts(count, PROMPT_TOKENS, seed=77_000 + seed), poisson(rate, draw), strict=False)
+    return [(at_s, draw.choices(names, weights)[0], prompt) for prompt, at_s in asked]
 
 
-async def replay(port: int, trace: Sequence[tuple[float, str, list[int]]]) -> list[tuple[float, float]]:
-    """Seconds from arrival to the first and to the last token of every request."""
-    began = time.monotonic()
-
-    async def one(client: Client, at_s: float, model: str, prompt: list[int]) -> tuple[float, float]:
-        await asyncio.sleep(began + at_s - time.monotonic())
-        first_s = 0.0
-        async for _ in client.events("/v1/completions", _body(model, prompt, OUTPUT_TOKENS)):
-            first_s = first_s or time.monotonic() - began - at_s
-        return first_s, time.monotonic() - began - at_s
-
-    async with Client(f"http://127.0.0.1:{port}") as client:
-        return list(await asyncio.gather(*(one(client, *asked) for asked in trace)))
+def replay(port: int, trace: Sequence[tuple[float, str, list[int]]]) -> list[tuple[float, float]]:
+    """Seconds from arrival to the first token and to the end of every answer. Raises RuntimeError if one is not whole."""
+    requests = []
+    for at_s, model, prompt in trace:
+        wire = post(completion(model, prompt, OUTPUT_TOKENS, stream=True), {"connection": "close"})
+        requests.append(Request(wire=wire, at_s=at_s, keep=True))
+    play(port, requests)
+    for one in requests:
+        if not one.whole:
+            raise RuntimeError(f"an answer with status {one.status} is not whole: {bytes(one.data[-600:])!r}")
+    return [(one.first_s - one.at_s, one.ended_s - one.at_s) for one in requests]
 
 
 async def shot(server: Server, names: Sequence[str]) -> list[str]:
@@ -180,7 +157,7 @@ async def shot(server: Server, names: Sequence[str]) -> list[str]:
     tokens, under_way = [0] * STREAMS, asyncio.Event()
 
     async def one(client: Client, number: int) -> str:
-        body = _body(names[number % len(names)], prompts(1, PROMPT_TOKENS, seed=number)[0], STREAM_TOKENS)
+        body = completion(names[number % len(names)], prompts(1, PROMPT_TOKENS, seed=number)[0], STREAM_TOKENS)
         try:
             async for event in client.events("/v1/completions", body | {"stream_options": {"include_usage": True}}):
                 if event.get("usage"):
@@ -197,14 +174,10 @@ async def shot(server: Server, names: Sequence[str]) -> list[str]:
         begun = asyncio.create_task(under_way.wait())
         await asyncio.wait([begun, *asked], return_when=asyncio.FIRST_COMPLETED)
         begun.cancel()
-        for pid in server.processes():
+        for pid in server.process.tree():
             if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
         return [why for why in await asyncio.gather(*asked) if why]
-
-
-def _body(model: str, prompt: list[int], tokens: int) -> dict[str, Any]:
-    return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
 def _settle(servers: Sequence[Server]) -> None:
@@ -214,10 +187,10 @@ def _settle(servers: Sequence[Server]) -> None:
 
 def _told(shape: str, sides: dict[str, Side], rate: float, most: int) -> dict[str, Any]:
     vllm, motet = sides["vllm"], sides["motet"]
+    of_laps = [(name, streams, side.laps[streams]) for streams in vllm.laps for name, side in sides.items()]
     rows: list[list[object]] = [
-        [f"{name}, {streams} at once", side.ttft_ms(streams, 0.5), side.ttft_ms(streams, 0.99), side.rate(streams)]
-        for streams in vllm.laps
-        for name, side in sides.items()
+        [f"{name}, {streams} at once", laps.ttft_ms(0.5), laps.ttft_ms(0.99), laps.tokens_per_s]
+        for name, streams, laps in of_laps
     ]
     columns = ["", "TTFT p50 ms", "p99", "tokens/s"]
     print(report.table(f"{shape}: {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, {SLOTS} adapters in {SLOTS} slots", columns, rows))
@@ -231,7 +204,7 @@ def _told(shape: str, sides: dict[str, Side], rate: float, most: int) -> dict[st
         "answer_p99_vllm_alone_vs_ours": round(tails["vllm"][3] / tails["motet"][3], 3),
         "requests_per_s": round(rate, 2),
         "slots_ms": {name: [round(one, 1) for one in tail] for name, tail in tails.items()},
-    } | {f"{name}_ttft_p50_ms_c{n}": round(side.ttft_ms(n, 0.5), 2) for name, side in sides.items() for n in side.laps}
+    } | {f"{name}_ttft_p50_ms_c{streams}": round(laps.ttft_ms(0.5), 2) for name, streams, laps in of_laps}
     if "inside" in sides:
         inside = tails["inside"]
         return figures | {
@@ -247,8 +220,8 @@ def _told(shape: str, sides: dict[str, Side], rate: float, most: int) -> dict[st
         print(*(f"{name} lost one {why}" for why in sorted(set(side.lost))), sep="\n")
     middle = sorted(vllm.laps)[len(vllm.laps) // 2]
     return figures | {
-        "mesh_ttft_vs_direct": round(motet.ttft_ms(middle, 0.5) / vllm.ttft_ms(middle, 0.5), 4),
-        "mesh_throughput_vs_direct": round(motet.rate(most) / vllm.rate(most), 4),
+        "mesh_ttft_vs_direct": round(motet.laps[middle].ttft_ms(0.5) / vllm.laps[middle].ttft_ms(0.5), 4),
+        "mesh_throughput_vs_direct": round(motet.laps[most].tokens_per_s / vllm.laps[most].tokens_per_s, 4),
         "lost_vllm_alone": len(vllm.lost),
         "lost_ours": len(motet.lost),
     }

@@ -15,31 +15,29 @@ the workers' protocol over a real nats-server: one frame per step with one token
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import multiprocessing
 import os
-import signal
-import socket
 import tempfile
 import time
-from collections.abc import Callable
-from multiprocessing.context import SpawnProcess
+import urllib.error
 from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.gateway_load import Counters, load
 from bench.gateway_parts import STREAM_TOKENS, engine, gateway_server, starlette_server, write_model
-from motet.cli.nats_server import NatsServer
+from bench.rig.answers import get
+from bench.rig.closed_loop import Counters, load
+from bench.rig.nats import nats_server
+from bench.rig.processes import Spawned, cpu_s, process_tree, spawn, spawned
+from bench.rig.waiting import until
 
 STREAMS = 256
 AHEAD = 256
 WARM_UP_S = 2.0
 ROUNDS = 3  # all contestants in turn, so that a busy time of the machine affects all
 SECONDS = 4
-
-spawn = multiprocessing.get_context("spawn")
+READY_S = 30.0
+BODY = {"model": "bench", "prompt": [1, 2, 3], "stream": True, "ignore_eos": True, "max_tokens": STREAM_TOKENS}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -54,14 +52,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, contextlib.ExitStack() as stack:
             work = Path(directory)
             write_model(work / "bench")
-            nats = NatsServer(work / "nats")
-            url = asyncio.run(nats.start())
-            stack.callback(nats.stop)
+            url = stack.enter_context(nats_server(work))
             ours_counters = Counters(spawn, AHEAD)
-            stack.enter_context(_running(engine, url, ours_counters))
-            ours = stack.enter_context(_running(gateway_server, url, str(work / "bench"), server_core))
-            rival = stack.enter_context(_running(starlette_server, server_core, flat, False))
-            rival_paced = stack.enter_context(_running(starlette_server, server_core, step, True))
+            stack.enter_context(spawned(engine, url, ours_counters, within_s=READY_S))
+            ours = stack.enter_context(spawned(gateway_server, url, str(work / "bench"), server_core, within_s=READY_S))
+            rival = stack.enter_context(spawned(starlette_server, server_core, flat, False, within_s=READY_S))
+            rival_paced = stack.enter_context(spawned(starlette_server, server_core, step, True, within_s=READY_S))
             contestants = [
                 Contestant("motet gateway, lock-step", ours, ours_counters, 1),
                 Contestant("starlette generator, lock-step", rival_paced, step, 1),
@@ -96,32 +92,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-Server = tuple[int, int]  # (process id, port)
-
-
-@contextlib.contextmanager
-def _running(target: Callable[..., None], *args: Any) -> Any:
-    """A context with a child process; yields (pid, port) of a server, which sends its port when it is ready."""
-    here, there = spawn.Pipe()
-    process: SpawnProcess = spawn.Process(target=target, args=(there, *args))
-    process.start()
-    try:
-        if not here.poll(30):
-            raise RuntimeError(f"{target.__name__} did not start")
-        assert process.pid is not None
-        yield process.pid, here.recv()
-    finally:
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signal.SIGTERM)
-        process.join(15)
-        if process.is_alive():
-            process.kill()
-
-
 class Contestant:
     """One server in one mode, and its measurements over all rounds."""
 
-    def __init__(self, name: str, server: Server, counters: Counters, ahead: int) -> None:
+    def __init__(self, name: str, server: Spawned, counters: Counters, ahead: int) -> None:
         self.name, self._server, self._counters, self._ahead = name, server, counters, ahead
         self.tokens_per_s = 0.0  # in its best second: what else the machine does only slows it down
         self._tokens = self._reads = 0
@@ -139,16 +113,16 @@ class Contestant:
 
     def measure(self, seconds: int) -> None:
         """One round: load the server, let it warm up, then count second by second."""
-        pid, port = self._server
+        pid, port = self._server.pid, int(self._server.first)
         counters = self._counters
-        _wait_until_ready(port)
+        until(lambda: _ready(port), lambda: "the server did not become ready", within_s=READY_S)
         counters.window.value = self._ahead
-        client = spawn.Process(target=load, args=(port, STREAMS, STREAM_TOKENS, counters))
+        client = spawn.Process(target=load, args=(port, STREAMS, BODY, counters))
         client.start()
         try:
             time.sleep(min(WARM_UP_S, seconds))
             began, tokens, reads = time.monotonic(), counters.seen.value, counters.reads.value
-            cpu, other = report.cpu_s(pid), _others(pid)
+            cpu, other = cpu_s(pid), _others(pid)
             for _ in range(seconds):
                 at, seen = time.monotonic(), counters.seen.value
                 time.sleep(1.0)
@@ -157,7 +131,7 @@ class Contestant:
             self._tokens += tokens
             self._reads += counters.reads.value - reads
             self._took_s += time.monotonic() - began
-            self._cpu_s += report.cpu_s(pid) - cpu
+            self._cpu_s += cpu_s(pid) - cpu
             self._other_s += _others(pid) - other
         finally:
             client.terminate()
@@ -166,21 +140,15 @@ class Contestant:
             raise RuntimeError(f"{self.name}: no token arrived")
 
 
-def _wait_until_ready(port: int) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            with socket.create_connection(("127.0.0.1", port)) as connection:
-                connection.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-                if b" 200 " in connection.recv(64):
-                    return
-        except ConnectionRefusedError:
-            pass
-        time.sleep(0.1)
-    raise RuntimeError("the server did not become ready")
+def _ready(port: int) -> bool:
+    try:
+        get(f"http://127.0.0.1:{port}/ready")
+    except urllib.error.URLError:
+        return False
+    return True
 
 
 def _others(server_pid: int) -> float:
     """CPU seconds of this process's other descendants."""
-    children = {int(p) for p in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()}
-    return sum(report.cpu_s(pid) for pid in children - {server_pid} if Path(f"/proc/{pid}").exists())
+    others = process_tree(os.getpid())[1:]
+    return sum(cpu_s(pid) for pid in others if pid != server_pid and Path(f"/proc/{pid}").exists())

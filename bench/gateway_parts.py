@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench.gateway_load import Counters
+from bench.rig.closed_loop import Counters
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.service import GatewayService
 from motet.shared import subjects

@@ -15,7 +15,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from bench.vllm_peer import ROOT, PeerMissing
+from bench import ROOT
+from bench.vllm_peer import PeerMissing
 
 WIDTHS = ("bf16", "q8_0", "q4_0")
 

@@ -38,11 +38,12 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from bench.live_worker import LiveWorker, Served, StepSeen
 from bench.models import SHAPES, model_and_adapters
+from bench.rig.percentiles import quantile, quantile_ms
+from bench.rig.worker_process import StepSeen
+from bench.rig.workers import LiveWorker, Served, workload
 from bench.watch import Watch
 from motet.shared.model import AdapterRef
-from motet.twin.workload import Workload
 
 SEATS, CLIENTS = 32, 48
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
@@ -212,7 +213,7 @@ async def _gap(rig: Rig) -> dict[str, Any]:
 
 
 def _quartiles(values: Sequence[float]) -> list[float]:
-    return [round(float(np.quantile(values, q)), 4) for q in (0.25, 0.75)]
+    return [round(quantile(values, q), 4) for q in (0.25, 0.75)]
 
 
 def _decode_ms(steps: Sequence[StepSeen], *, merged: bool) -> float:
@@ -235,14 +236,8 @@ async def _lap(rig: Rig, worker: LiveWorker, adapter: AdapterRef | None) -> list
 async def _at_once(
     rig: Rig, worker: LiveWorker, chosen: Sequence[int], adapters: Sequence[AdapterRef], tokens: Sequence[int]
 ) -> list[Served]:
-    load = Workload(
-        arrival_s=np.zeros(len(chosen)),
-        adapter=np.array(chosen),
-        prompt_tokens=np.full(len(chosen), rig.size.prompt_tokens),
-        output_tokens=np.array(tokens),
-        ranks=np.full(len(adapters), RANK),
-        adapter_bytes=np.ones(len(adapters), dtype=np.int64),
-    )
+    prompts, none = np.full(len(chosen), rig.size.prompt_tokens), np.zeros(len(chosen))
+    load = workload(adapters, none, np.array(chosen), prompts, np.array(tokens))
     return await worker.run(load, adapters)
 
 
@@ -322,8 +317,8 @@ async def _mixed(rig: Rig) -> dict[str, Any]:
         "mixed_by_phase": [round(ratio, 3) for ratio in ratios],
         "mixed_merged_share": round(merged_steps / max(1, steps), 3),
         "mixed_copying_share": round(copying_s / (len(ratios) * size.phase_s), 4),
-        "longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 1.0)), 1) for name, gaps in longest.items()},
-        "p90_longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 0.9)), 1) for name, gaps in longest.items()},
+        "longest_gap_ms": {name: round(quantile_ms(gaps, 1.0), 1) for name, gaps in longest.items()},
+        "p90_longest_gap_ms": {name: round(quantile_ms(gaps, 0.9), 1) for name, gaps in longest.items()},
     }
 
 

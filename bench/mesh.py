@@ -11,27 +11,27 @@ and 64 in turn).
 from __future__ import annotations
 
 import argparse
-import asyncio
-import multiprocessing
 import os
 import statistics
 import tempfile
-import time
-import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench import report
-from bench.mesh_parts import BASE, Lap, engine_alone, prompts, stream, wait_for
-from bench.models import ADAPTERS, RANKS, SHAPES, adapter_modules, write_adapter, write_model
+from bench.models import ADAPTERS, RANKS, SHAPES, adapter_modules, prompts, write_adapter, write_model
+from bench.rig.answers import metric, wait_for
+from bench.rig.engine import host_adapters, run_engine
+from bench.rig.http import BASE
+from bench.rig.laps import Lap, Laps, lap_over_http
+from bench.rig.mesh import DRAIN_S, Mesh, started_mesh
+from bench.rig.processes import Spawned, cpu_s, spawned
 from bench.watch import Watch
-from motet.cli.stack import Stack, StackOptions, read_facts
+from motet.cli.stack import StackOptions
+from motet.shared.clock import now_s
 
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 128
@@ -53,9 +53,7 @@ class Load:
 LOADS = (Load(1, 0, 3), Load(8, 0, 3), Load(64, 0, 5), Load(ADAPTERS, ADAPTERS, 7))
 QUICK = (Load(1, 0, 1), Load(2, 0, 1), Load(8, 0, 1), Load(4, 4, 1))
 
-START_S, LAP_S = 120.0, 600.0
-
-spawn = multiprocessing.get_context("spawn")
+LAP_S = 600.0
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -71,19 +69,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for i, path in enumerate(adapters):
             write_adapter(path, shape, rank=RANKS[i % len(RANKS)], modules=adapter_modules(i), seed=i + 1)
         options = StackOptions(
-            model=str(model), served_model_name=BASE, adapters_dir=str(adapters[0].parent), data_dir=data, port=0, drain_s=2.0
+            model=str(model),
+            served_model_name=BASE,
+            adapters_dir=str(adapters[0].parent),
+            data_dir=data,
+            port=0,
+            drain_s=DRAIN_S,
         )
-        with _engine(str(model), list(map(str, adapters)), threads) as engine, asyncio.Runner() as runner:
-            stack = Stack(options, _Quiet())
-            try:
-                runner.run(stack.start())
-                port = int(stack.urls[0].rsplit(":", 1)[1])
-                names = [path.name for path in adapters]
-                wait_for(port, names)
-                bench = Bench(port, data, engine, names, output_tokens, args.watch)
-                measured = {load: bench.laps(load, load.laps) for load in (QUICK if args.quick else LOADS)}
-            finally:
-                runner.run(stack.stop())
+        with spawned(_engine_alone, str(model), list(map(str, adapters)), threads) as engine, started_mesh(options) as running:
+            names = [path.name for path in adapters]
+            wait_for(running.port, names)
+            bench = Bench(running, engine, names, output_tokens, args.watch)
+            measured = {load: bench.laps(load, load.laps) for load in (QUICK if args.quick else LOADS)}
     return {"dtype": args.dtype} | _figures(measured)
 
 
@@ -92,51 +89,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the model's weights")
 
 
-class _Quiet:
-    """Receives state changes of the stack's services and reports failures only."""
-
-    def changed(self, name: str, state: str, note: str) -> None:
-        if state in ("restarting", "failed"):
-            print(f"{name}: {state} {note}")
-
-
-@contextmanager
-def _engine(model: str, adapters: list[str], threads: int) -> Iterator[Any]:
-    """A context with the process of the engine alone; yields the pipe to it and its process id."""
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=engine_alone, args=(there, model, adapters, threads))
-    process.start()
-    try:
-        if not here.poll(START_S):
-            raise RuntimeError("the engine did not start")
-        here.recv()
-        yield here, process.pid
-    finally:
-        if process.is_alive():
-            here.send(None)
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-
-
 class Side:
     """The laps of one contestant at one number of streams."""
 
     def __init__(self) -> None:
-        self.laps: list[Lap] = []
+        self.laps = Laps()
         self.engine_share: list[float] = []  # of the wall time, inside engine steps
         self.cpu_s: dict[str, float] = defaultdict(float)  # by process kind, over all laps
 
-    def add(self, lap: Lap, cpu_s: dict[str, float], engine_share: float = 1.0) -> None:
+    def add(self, lap: Lap, used_s: dict[str, float], engine_share: float = 1.0) -> None:
         """Add a lap."""
         self.laps.append(lap)
         self.engine_share.append(engine_share)
-        for kind, used_s in cpu_s.items():
-            self.cpu_s[kind] += used_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        return statistics.median(lap.tokens_per_s for lap in self.laps)
+        for kind, own_s in used_s.items():
+            self.cpu_s[kind] += own_s
 
     @property
     def tokens(self) -> int:
@@ -145,20 +111,13 @@ class Side:
     def cpu_us_per_token(self, *kinds: str) -> float:
         return sum(self.cpu_s[kind] for kind in kinds) / self.tokens * 1e6
 
-    def ttft_ms(self, quantile: float) -> float:
-        return float(np.quantile([value for lap in self.laps for value in lap.first_s], quantile)) * 1000
-
-    def tpot_ms(self, quantile: float) -> float:
-        return float(np.quantile([value for lap in self.laps for value in lap.tpot_s], quantile)) * 1000
-
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     """Both contestants while they run."""
 
-    port: int
-    data: Path  # the stack's
-    engine: Any  # pipe, process id
+    mesh: Mesh
+    engine: Spawned
     adapters: list[str]
     output_tokens: int
     watch: Watch
@@ -179,42 +138,52 @@ class Bench:
         return mesh, alone
 
     def _in_mesh(self, asked: list[list[int]], chosen: list[int]) -> tuple[Lap, dict[str, float], float]:
-        engine_before, before = _engine_s(self.data), _mesh_cpu_s(self.data)
+        engine_before_s, before_s = self._engine_s(), self.mesh.cpu_s()
         models = [BASE if number < 0 else self.adapters[number] for number in chosen]
-        lap = stream(self.port, asked, self.output_tokens, models)
-        after = _mesh_cpu_s(self.data)
-        share = (_engine_s(self.data) - engine_before) / max(lap.last_s)
-        return lap, {kind: after[kind] - before[kind] for kind in after}, share
+        lap = lap_over_http(self.mesh.port, asked, self.output_tokens, models)
+        after_s = self.mesh.cpu_s()
+        share = (self._engine_s() - engine_before_s) / max(lap.last_s)
+        return lap, {kind: after_s[kind] - before_s[kind] for kind in after_s}, share
 
     def _in_engine(self, asked: list[list[int]], chosen: list[int]) -> tuple[Lap, dict[str, float]]:
-        pipe, pid = self.engine
-        before = report.cpu_s(pid)
+        pid, pipe, _ = self.engine
+        before_s = cpu_s(pid)
         pipe.send((asked, self.output_tokens, chosen))
         if not pipe.poll(LAP_S):
             raise RuntimeError("the engine hangs")
-        return pipe.recv(), {"engine": report.cpu_s(pid) - before}
+        return pipe.recv(), {"engine": cpu_s(pid) - before_s}
+
+    def _engine_s(self) -> float:
+        """Seconds that the mesh's worker has spent in engine steps."""
+        return metric(self.mesh.facts.services["worker-1"]["ops_url"], "motet_worker_step_seconds_sum")
 
 
-def _mesh_cpu_s(data: Path) -> dict[str, float]:
-    """CPU seconds so far of each kind of process of the mesh, and of this one, the client."""
-    facts = read_facts(data)
-    assert facts is not None, "the stack has started"
-    used: dict[str, float] = {"client": time.process_time()}
-    for name, service in facts.services.items():
-        kind = name.split("-")[0]
-        used[kind] = used.get(kind, 0.0) + report.cpu_s(service["pid"])
-    return used
+def _engine_alone(pipe: Connection, model: str, adapters: Sequence[str], threads: int) -> None:
+    """Serve laps of the engine over a pipe, until terminated.
+
+    It receives (prompts, max_tokens, adapter of each or -1) and sends a Lap. `adapters` are PEFT directories.
+    """
+    from motet.policies.times.step_times import StepTimes
+    from motet.services.worker.config import WorkerConfig
+    from motet.services.worker.engines.start_perf import START_PERF
+    from motet.services.worker.native.assemble import assemble
+
+    assembly = assemble(WorkerConfig.of(model=model, threads=threads), Path(model), StepTimes(START_PERF))
+    loaded = host_adapters(assembly, Path(model), adapters)
+    pipe.send("ready")
+    while True:
+        prompts, max_tokens, chosen = pipe.recv()
+        pipe.send(_engine_lap(assembly.engine, prompts, max_tokens, [None if i < 0 else loaded[i] for i in chosen]))
 
 
-def _engine_s(data: Path) -> float:
-    """Seconds that the mesh's worker has spent in engine steps."""
-    facts = read_facts(data)
-    assert facts is not None, "the stack has started"
-    with urllib.request.urlopen(f"{facts.services['worker-1']['ops_url']}/metrics", timeout=10) as answer:
-        for line in answer.read().decode().splitlines():
-            if line.startswith("motet_worker_step_seconds_sum"):
-                return float(line.split()[1])
-    return 0.0
+def _engine_lap(engine: Any, prompts: list[list[int]], max_tokens: int, adapters: Sequence[Any]) -> Lap:
+    began_s = now_s()
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for i, _ in run_engine(engine, prompts, max_tokens, adapters):
+        last[i] = now_s() - began_s
+        first.setdefault(i, last[i])
+    return Lap(list(first.values()), list(last.values()), max_tokens)
 
 
 def _figures(measured: dict[Load, tuple[Side, Side]]) -> dict[str, Any]:
@@ -222,9 +191,9 @@ def _figures(measured: dict[Load, tuple[Side, Side]]) -> dict[str, Any]:
     for load, (mesh, alone) in measured.items():
         outside = 1 - statistics.median(mesh.engine_share)
         for name, side in (("mesh", mesh), ("engine", alone)):
-            times = [side.ttft_ms(0.5), side.ttft_ms(0.99), side.tpot_ms(0.5), side.tpot_ms(0.99)]
+            times = [measure(share) for measure in (side.laps.ttft_ms, side.laps.tpot_ms) for share in (0.5, 0.99)]
             facts = [f"{_ratio(mesh, alone):.3f}", f"{outside:.1%}"] if name == "mesh" else ["", ""]
-            rows.append([f"{name}, {load.name}", side.tokens_per_s, *times, *facts])
+            rows.append([f"{name}, {load.name}", side.laps.tokens_per_s, *times, *facts])
     columns = ["", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "mesh / engine", "outside engine"]
     print(report.table(f"{PROMPT_TOKENS} prompt tokens, greedy", columns, rows))
     kinds = ["worker", "gateway", "nats", "scheduler", "predictor", "registry", "client"]
@@ -237,12 +206,12 @@ def _figures(measured: dict[Load, tuple[Side, Side]]) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "mesh_vs_engine": round(_ratio(*most), 3),
         "mesh_vs_engine_32": round(_ratio(*with_adapters), 3),
-        "ttft_p50_ms": round(alone_[0].ttft_ms(0.5), 2),
+        "ttft_p50_ms": round(alone_[0].laps.ttft_ms(0.5), 2),
     }
     for load, (mesh, alone) in measured.items():
         name = f"{load.streams}" + ("_adapters" if load.adapters else "")
-        figures[f"mesh_tokens_per_s_{name}"] = round(mesh.tokens_per_s, 1)
-        figures[f"engine_tokens_per_s_{name}"] = round(alone.tokens_per_s, 1)
+        figures[f"mesh_tokens_per_s_{name}"] = round(mesh.laps.tokens_per_s, 1)
+        figures[f"engine_tokens_per_s_{name}"] = round(alone.laps.tokens_per_s, 1)
         figures[f"outside_engine_{name}"] = round(1 - statistics.median(mesh.engine_share), 4)
         services = mesh.cpu_us_per_token(*(kind for kind in mesh.cpu_s if kind not in ("worker", "client")))
         figures[f"cpu_us_per_token_{name}"] = {
@@ -255,4 +224,4 @@ def _figures(measured: dict[Load, tuple[Side, Side]]) -> dict[str, Any]:
 
 def _ratio(mesh: Side, alone: Side) -> float:
     """Tokens per second of the mesh over the engine's."""
-    return mesh.tokens_per_s / alone.tokens_per_s
+    return mesh.laps.tokens_per_s / alone.laps.tokens_per_s

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -56,6 +57,12 @@ SHAPES = {
     "SM": Shape(hidden=1024, layers=8, heads=16, kv_heads=8, mlp=2816, vocabulary=4096),
     "M": Shape(hidden=1536, layers=16, heads=12, kv_heads=4, mlp=4096, vocabulary=8192),
 }
+
+
+def prompts(streams: int, tokens: int, *, seed: int) -> list[list[int]]:
+    """One random prompt per stream, for a model of any of the shapes. Prompts of different seeds share no prefix."""
+    draw, vocabulary = random.Random(seed), SHAPES["S"].vocabulary
+    return [[draw.randrange(2, vocabulary) for _ in range(tokens)] for _ in range(streams)]
 
 
 def adapter_modules(number: int) -> tuple[str, ...]:

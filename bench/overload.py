@@ -19,11 +19,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from bench import report
-from bench.mesh_parts import wait_for
-from bench.overload_parts import Asking, Kind, Request, demo_mesh, play, poisson
+from bench.rig.answers import wait_for
+from bench.rig.arrivals import poisson_within
+from bench.rig.mesh import demo_mesh
+from bench.rig.percentiles import quantile
+from bench.rig.requests import PATIENT, Asking, Kind, Request, play, served_per_s
 from motet.examples.demo import BASE, DEMO
 
 KINDS = (
@@ -31,7 +32,6 @@ KINDS = (
     Kind(name="standard", ttft_slo_ms=2000.0, tpot_slo_ms=200.0, share=0.3),
     Kind(name="batch", ttft_slo_ms=10_000.0, tpot_slo_ms=2000.0, share=0.5),
 )
-PATIENT = Kind(name="batch", ttft_slo_ms=3_600_000.0, tpot_slo_ms=3_600_000.0)
 LOADS = (0.5, 1.0, 1.5, 2.0, 3.0)
 SEATS = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 48, 192
@@ -54,13 +54,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     asking = Asking(vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS, models=models)
     capacity = 0.0
     for admission in ("objective",) if args.quick else ("objective", "room"):
-        with demo_mesh({"MOTET_ADMISSION": admission, "MOTET_MAX_RUNNING": str(SEATS)}, keys) as port:
+        with demo_mesh({"MOTET_ADMISSION": admission, "MOTET_MAX_RUNNING": str(SEATS)}, keys) as mesh:
+            port = mesh.port
             wait_for(port, models, {"authorization": f"Bearer key-{QUIET[0]}"})
             measured = _capacity(port, asking, 2 if args.quick else 8)
             capacity = capacity or measured
             for number in args.watch.rounds(len(loads), f"loads, {admission}"):
                 load = loads[number]
-                times = poisson(load * capacity, seconds, seed=number)
+                times = poisson_within(seconds, load * capacity, seed=number)
                 requests = asking.mixed(times, KINDS, QUIET[0], seed=100 + number)
                 play(port, requests)
                 rows.append({"admission": admission, "load": load} | measures(requests, warm_s, seconds))
@@ -78,15 +79,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _capacity(port: int, asking: Asking, turns: int) -> float:
     """Requests per second while every seat is taken."""
     for number in (1, turns):  # the first one warms up
-        requests = [asking.request(0.0, PATIENT, QUIET[0]) for _ in range(number * SEATS)]
-        play(port, requests)
-        if statuses := {request.status for request in requests} - {200}:
-            raise RuntimeError(f"answers with status {statuses} while the capacity was measured")
-    return len(requests) / max(request.last_s for request in requests)
+        per_s = served_per_s(port, [asking.request(0.0, PATIENT, QUIET[0]) for _ in range(number * SEATS)])
+    return per_s
 
 
 def measures(requests: Sequence[Request], warm_s: float, seconds: float) -> dict[str, Any]:
-    sent = [request for request in requests if request.at_s >= warm_s]
+    sent = [request for request in requests if request.sent_s >= warm_s]
     good = sum(request.kept and warm_s <= request.last_s < seconds for request in requests)
     refused = [request for request in sent if request.status == 429]
     unknown = {request.status for request in requests} - {200, 429}
@@ -108,9 +106,9 @@ def _attainment(requests: Sequence[Request]) -> float:
     return round(sum(request.kept for request in requests) / max(1, len(requests)), 4)
 
 
-def _refusal_ms(refused: Sequence[Request], quantile: float) -> float:
-    times_ms = [1000.0 * (request.answered_s - request.at_s) for request in refused]
-    return round(float(np.quantile(times_ms, quantile)), 2) if times_ms else 0.0
+def _refusal_ms(refused: Sequence[Request], share: float) -> float:
+    times_ms = [1000.0 * (request.answered_s - request.sent_s) for request in refused]
+    return round(quantile(times_ms, share), 2) if times_ms else 0.0
 
 
 def _tenants(port: int, asking: Asking, capacity: float, seconds: float, warm_s: float) -> dict[str, float]:
@@ -121,17 +119,17 @@ def _tenants(port: int, asking: Asking, capacity: float, seconds: float, warm_s:
         return [
             request
             for number, tenant in enumerate(QUIET)
-            for request in asking.mixed(poisson(each, seconds, seed=200 + number), KINDS, tenant, seed=300 + number)
+            for request in asking.mixed(poisson_within(seconds, each, seed=200 + number), KINDS, tenant, seed=300 + number)
         ]
 
     alone, beside = quiet(), quiet()
-    loud = asking.mixed(poisson(TIMES * each, seconds, seed=400), KINDS, LOUD, seed=401)
+    loud = asking.mixed(poisson_within(seconds, TIMES * each, seed=400), KINDS, LOUD, seed=401)
     play(port, alone)
     play(port, [*beside, *loud])
     return {
-        "quiet_alone": _attainment([request for request in alone if request.at_s >= warm_s]),
-        "quiet_beside_loud": _attainment([request for request in beside if request.at_s >= warm_s]),
-        "loud": _attainment([request for request in loud if request.at_s >= warm_s]),
+        "quiet_alone": _attainment([request for request in alone if request.sent_s >= warm_s]),
+        "quiet_beside_loud": _attainment([request for request in beside if request.sent_s >= warm_s]),
+        "loud": _attainment([request for request in loud if request.sent_s >= warm_s]),
         "loud_offered_per_s": round(len(loud) / seconds, 2),
     }
 

@@ -17,23 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
-import time
-import urllib.request
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from bench import paced, rebalance_kv, report
-from bench.mesh_parts import wait_for
-from bench.overload_parts import Asking, Kind, Request, demo_mesh, play, poisson
+from bench.rig.answers import get, metric, wait_for
+from bench.rig.arrivals import poisson_within
+from bench.rig.mesh import Mesh, demo_mesh
+from bench.rig.percentiles import quantile_ms
+from bench.rig.requests import PATIENT, Asking, Request, play, served_per_s
+from bench.rig.waiting import until
 from motet.examples.demo import DEMO
 
 TENANT = "bench"
 HEADERS = {"authorization": f"Bearer key-{TENANT}"}
-PATIENT = Kind(name="batch", ttft_slo_ms=3_600_000.0, tpot_slo_ms=3_600_000.0)
 HOT, TIMES = "upper-case", 20.0
 MODELS = (HOT, "reverse", "rot13", "title-case")
 WORKERS, QUICK_WORKERS, SEATS = 4, 2, 4
@@ -41,6 +38,7 @@ LOAD = 0.6  # of the capacity
 PROMPT_TOKENS, OUTPUT_TOKENS = 48, 96
 STEP_MS = 20.0
 SECONDS = 45.0
+PIN_S = 30.0
 POLICIES = ("lora-affinity", "motet")
 VARIABLES = {
     "MOTET_ADMISSION": "room",
@@ -61,19 +59,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for policy in policies:
         for moves in ("off", "on"):
             variables = VARIABLES | {"MOTET_PLUGINS": "bench.rivals", "MOTET_POLICY": policy, "MOTET_REBALANCE": moves}
-            with demo_mesh(variables, f"key-{TENANT} {TENANT} admin\n", workers=workers, module="bench.paced") as port:
+            with demo_mesh(variables, f"key-{TENANT} {TENANT} admin\n", workers=workers, module="bench.paced") as mesh:
+                port = mesh.port
                 wait_for(port, MODELS, HEADERS)
-                _pin(port, workers)
+                _pin(mesh, workers)
                 _capacity(port, asking, workers * SEATS)  # warms up
                 if not requests:
                     rate = LOAD * _capacity(port, asking, (1 if args.quick else 3) * workers * SEATS)
                     requests = _requests(asking, rate, seconds)
-                said = [replace(request, data=bytearray()) for request in requests]
+                said = [request.again() for request in requests]
                 play(port, said)
                 texts = [request.text for request in said]
                 if len(answers) != len(texts):
                     answers = texts
-                rows.append({"policy": policy, "moves": moves} | _measures(said, texts, answers, port))
+                rows.append({"policy": policy, "moves": moves} | _measures(said, texts, answers, mesh))
             print(json.dumps(rows[-1]), flush=True)
             args.watch.mark()
     names = ["ttft_p50_ms", "ttft_p99_ms", "moved", "lost", "changed"]
@@ -94,20 +93,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def _pin(port: int, workers: int) -> None:
+def _pin(mesh: Mesh, workers: int) -> None:
     """Pin each adapter to a worker of its own. Raises RuntimeError if one does not arrive there."""
     for number, model in enumerate(MODELS):
-        home = f"worker-{number % workers + 1}"
-        url, body = f"http://127.0.0.1:{port}/v1/adapters/{model}", json.dumps({"workers": [home]}).encode()
-        ask = urllib.request.Request(f"{url}/pin", body, HEADERS | {"content-type": "application/json"})
-        urllib.request.urlopen(ask, timeout=10).close()
-        for _ in range(300):
-            with urllib.request.urlopen(urllib.request.Request(url, headers=HEADERS), timeout=10) as answer:
-                if json.load(answer)["resident"].get(home) == "device":
-                    break
-            time.sleep(0.1)
-        else:
-            raise RuntimeError(f"{model} is not on {home}")
+        _pin_to(mesh, model, f"worker-{number % workers + 1}")
+
+
+def _pin_to(mesh: Mesh, model: str, home: str) -> None:
+    url = f"{mesh.url}/v1/adapters/{model}"
+    get(f"{url}/pin", HEADERS, body={"workers": [home]})
+
+    def arrived() -> bool:
+        return bool(json.loads(get(url, HEADERS))["resident"].get(home) == "device")
+
+    until(arrived, lambda: f"{model} is not on {home}", within_s=PIN_S)
 
 
 def _kv(quick: bool) -> dict[str, Any]:
@@ -119,34 +118,24 @@ def _kv(quick: bool) -> dict[str, Any]:
 def _requests(asking: Asking, rate: float, seconds: float) -> list[Request]:
     """The same load for every adapter, and additional requests for the hot one."""
     draw, found = random.Random(5), []
-    for at_s in poisson(rate, seconds, seed=4):
+    for at_s in poisson_within(seconds, rate, seed=4):
         weights = [TIMES if model == HOT and at_s > 2 * seconds / 3 else 1.0 for model in MODELS]
-        request = asking.request(at_s, PATIENT, TENANT, draw.choices(MODELS, weights)[0])
-        request.keep = True
-        found.append(request)
+        found.append(asking.request(at_s, PATIENT, TENANT, draw.choices(MODELS, weights)[0], keep=True))
     return found
 
 
 def _capacity(port: int, asking: Asking, count: int) -> float:
     """Requests per second while every seat of every worker is taken, with each model on a quarter of them."""
-    requests = [asking.request(0.0, PATIENT, TENANT) for _ in range(count)]
-    play(port, requests)
-    if statuses := {request.status for request in requests} - {200}:
-        raise RuntimeError(f"answers with status {statuses} while the capacity was measured")
-    return len(requests) / max(request.last_s for request in requests)
+    return served_per_s(port, [asking.request(0.0, PATIENT, TENANT) for _ in range(count)])
 
 
-def _measures(said: Sequence[Request], texts: Sequence[str], answers: Sequence[str], port: int) -> dict[str, Any]:
-    whole = [request.status == 200 and b'"finish_reason":"length"' in request.data for request in said]
-    times_ms = [1000.0 * (request.first_s - request.at_s) for request, good in zip(said, whole, strict=True) if good]
-    ask = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=HEADERS)
-    with urllib.request.urlopen(ask, timeout=10) as answer:
-        moved = re.search(r"^motet_requests_moved_total (\S+)$", answer.read().decode(), re.MULTILINE)
+def _measures(said: Sequence[Request], texts: Sequence[str], answers: Sequence[str], mesh: Mesh) -> dict[str, Any]:
+    times_s = [request.ttft_s for request in said if request.whole]
     return {
-        "ttft_p50_ms": round(float(np.quantile(times_ms, 0.5)), 1),
-        "ttft_p99_ms": round(float(np.quantile(times_ms, 0.99)), 1),
-        "moved": int(float(moved[1])) if moved else 0,
-        "lost": whole.count(False),
+        "ttft_p50_ms": round(quantile_ms(times_s, 0.5), 1),
+        "ttft_p99_ms": round(quantile_ms(times_s, 0.99), 1),
+        "moved": int(metric(mesh.url, "motet_requests_moved_total", HEADERS)),
+        "lost": sum(not request.whole for request in said),
         "changed": sum(text != right for text, right in zip(texts, answers, strict=True)),
         "requests": len(said),
     }

@@ -31,12 +31,6 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds a process has used, all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 class Elsewhere:
     """Measures the CPU time that other processes use, from the creation of this object on."""
 

@@ -20,11 +20,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import ROOT, report
 from bench.models import SHAPES, model_and_adapters
 from motet.shared.malloc import uncollected
 
-ROOT = Path(__file__).parents[1]
 ROUNDS, QUICK_ROUNDS = 5, 1
 WIDTHS = {"bf16": "none", "int8": "int8", "int4": "int4"}
 PROMPT_TOKENS = 64
@@ -82,7 +81,7 @@ def _child(model: str, quantization: str, packed: str, began: str) -> None:
         import torch  # noqa: F401
 
         marks.append(time.monotonic())
-        from bench.mesh_parts import run_engine
+        from bench.rig.engine import run_engine
         from motet.policies.times.step_times import StepTimes
         from motet.services.worker.config import WorkerConfig
         from motet.services.worker.engines.start_perf import START_PERF

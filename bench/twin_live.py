@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,10 +44,11 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from bench import report
-from bench.live_worker import LiveWorker, Served, command
 from bench.models import model_and_adapters
+from bench.rig.percentiles import quantile
+from bench.rig.processes import ChildProcess, with_variables
+from bench.rig.workers import LiveWorker, Served, workload
 from bench.watch import Watch
-from motet.cli.process import tail
 from motet.shared.model import AdapterRef
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.events import PS_PER_MS, PS_PER_S
@@ -209,11 +211,11 @@ async def _profile(model: Path, options: Mapping[str, str], directory: Path, sec
     """The profile that `motet profile` writes for a worker with `options`. Raises RuntimeError with the end of its output."""
     directory.mkdir()
     out, log = directory / "profile.json", directory / "profile.log"
-    words = ["profile", "--model", str(model), "--out", str(out), "--seconds", str(seconds)]
-    process = command(words, options, log)
-    if await asyncio.to_thread(process.wait, 600 + seconds):
-        raise RuntimeError(f"motet profile failed:\n{tail(log)}")
-    print(tail(log, 30))
+    argv = [sys.executable, "-m", "motet", "profile", "--model", str(model), "--out", str(out), "--seconds", str(seconds)]
+    with ChildProcess("profile", argv, with_variables(options), log=log) as process:
+        if await asyncio.to_thread(process.wait, 600 + seconds):
+            raise RuntimeError(f"motet profile failed:\n{process.said()}")
+        print(process.said(30))
     return read_profile(out)
 
 
@@ -258,13 +260,12 @@ def workload_of(draw: Generator, shape: Shape, adapters: Sequence[AdapterRef], r
     prompt, output = _lengths(draw).draw(draw, len(times))
     warm = np.arange(shape.adapters if shape.others else 0, len(adapters))
     start_s = WARM_EVERY_S * (len(warm) + 5)
-    return Workload(
-        arrival_s=np.concatenate([WARM_EVERY_S * np.arange(len(warm)), start_s + times]),
-        adapter=np.concatenate([warm, which]),
-        prompt_tokens=np.concatenate([np.full(len(warm), 8), prompt]),
-        output_tokens=np.concatenate([np.full(len(warm), 2), output]),
-        ranks=np.array([adapter.rank for adapter in adapters]),
-        adapter_bytes=np.array([adapter.size_bytes for adapter in adapters]),
+    return workload(
+        adapters,
+        np.concatenate([WARM_EVERY_S * np.arange(len(warm)), start_s + times]),
+        np.concatenate([warm, which]),
+        np.concatenate([np.full(len(warm), 8), prompt]),
+        np.concatenate([np.full(len(warm), 2), output]),
     )
 
 
@@ -310,8 +311,8 @@ class Outcome:
 
     def figures(self) -> dict[str, float]:
         """The values of `FIGURES`."""
-        ttft, tpot = np.quantile(self.ttft_ms, (0.5, 0.99)), np.quantile(self.tpot_ms, (0.5, 0.99))
-        return dict(zip(FIGURES, [*ttft.tolist(), *tpot.tolist(), self.tokens / self.seconds], strict=True))
+        latencies = [quantile(times_ms, share) for times_ms in (self.ttft_ms, self.tpot_ms) for share in (0.5, 0.99)]
+        return dict(zip(FIGURES, [*latencies, self.tokens / self.seconds], strict=True))
 
 
 def replayed(workload: Workload, profile: TwinProfile, skip: int) -> Outcome:

@@ -14,7 +14,6 @@ Each in a process of its own; the time is that of the run with its summary, with
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import resource
 import time
 from multiprocessing.connection import Connection
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench import report
+from bench.rig.processes import spawned
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.twin.cluster import Cluster
 from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B
@@ -32,6 +32,7 @@ from motet.twin.worker import WorkerSpec
 from motet.twin.workload import Intensity, Ints, Lengths, Workload, arrivals, per_adapter, pick, rank_mix, zipf
 
 GIB = 1 << 30
+WITHIN_S = 600.0
 H100 = PerfModel(
     kernel="mbgmv",
     prefill_base_ms=0.5,
@@ -43,7 +44,6 @@ H100 = PerfModel(
     load_base_ms=3.0,
     load_ms_per_mib=0.05,
 )
-spawn = multiprocessing.get_context("spawn")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,16 +126,11 @@ def limits_of(*, max_running: int, kv_blocks: int, adapter_bytes: int) -> Worker
 
 
 def _measured(build: Any, seconds: float) -> dict[str, Any]:
-    ours, theirs = spawn.Pipe()
-    child = spawn.Process(target=_child, args=(build, seconds, theirs))
-    child.start()
-    theirs.close()
-    figures: dict[str, Any] = ours.recv()
-    child.join()
-    return figures
+    with spawned(_child, build, seconds, within_s=WITHIN_S) as child:
+        return dict(child.first)
 
 
-def _child(build: Any, seconds: float, pipe: Connection) -> None:
+def _child(pipe: Connection, build: Any, seconds: float) -> None:
     cluster = build(seconds)
     began, began_cpu = time.perf_counter(), time.process_time()
     cluster.run()

@@ -13,10 +13,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from bench import ROOT
 from motet.services.worker.config import free_host_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
-VERSION = "0.32.0"
 STEP_S = 1800  # its own limit of 300 s for one step ends it on a machine that does something else as well
 MEMORY_GIB = 10
 _LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")

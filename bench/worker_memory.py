@@ -34,7 +34,6 @@ import argparse
 import asyncio
 import contextlib
 import tempfile
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -42,11 +41,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench import report
-from bench.live_worker import BASE, LiveWorker
 from bench.models import SHAPES, model_and_adapters
+from bench.rig.answers import metric
+from bench.rig.http import BASE
+from bench.rig.percentiles import quantile
+from bench.rig.workers import LiveWorker, workload
 from bench.watch import Watch
 from motet.cli.process import free_port
 from motet.services.worker.engines.model_config import read_model_config
@@ -94,11 +95,11 @@ class Cell:
         """The P99 that the best possible cache would reach: its waiting times, plus this way's median, the time of a request
         that does not wait.
         """
-        return float(np.quantile(np.concatenate(self.limit_wait_ms), 0.99)) + self.quantile(0.5)
+        return quantile(np.concatenate(self.limit_wait_ms), 0.99) + self.quantile(0.5)
 
     def quantile(self, q: float) -> float:
         """The quantile over all rounds together."""
-        return float(np.quantile(np.concatenate(self.ttft_ms), q))
+        return quantile(np.concatenate(self.ttft_ms), q)
 
     @property
     def pressed(self) -> bool:
@@ -148,9 +149,7 @@ class Bed:
 
     def copied_bytes(self) -> float:
         """Bytes that the link has copied so far."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ops_port}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith("motet_worker_link_bytes_total")))
+        return metric(f"http://127.0.0.1:{self.ops_port}", "motet_worker_link_bytes_total")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -232,22 +231,11 @@ async def _bed(
     return bed
 
 
-def _workload(bed: Bed, arrival_s: NDArray[Any], adapter: Ints, prompt_tokens: Ints, output_tokens: Ints) -> Workload:
-    return Workload(
-        arrival_s=arrival_s,
-        adapter=adapter,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        ranks=np.full(len(bed.adapters), RANK),
-        adapter_bytes=np.array([one.size_bytes for one in bed.adapters]),
-    )
-
-
 def _once_each(bed: Bed, every_s: float) -> Workload:
     """Send a short request for every adapter."""
     each = np.arange(len(bed.adapters))
     few = np.full(len(each), COLD_TOKENS)
-    return _workload(bed, every_s * each, each, few, few)
+    return workload(bed.adapters, every_s * each, each, few, few)
 
 
 async def _serve(bed: Bed, cell: Cell, load: float, seconds: float, *, seed: int, warm_s: float) -> None:
@@ -258,7 +246,7 @@ async def _serve(bed: Bed, cell: Cell, load: float, seconds: float, *, seed: int
     lengths = Lengths.lognormal(draw, prompt_mean=PROMPT_TOKENS, output_mean=OUTPUT_TOKENS, prompt_cv=0.8, output_cv=0.7)
     prompt, output = lengths.capped(LONGEST_PROMPT, LONGEST_OUTPUT).draw(draw, len(times))
     before, began_s = bed.copied_bytes(), now_s()
-    served = await bed.worker.run(_workload(bed, times, which, prompt, output), bed.adapters)
+    served = await bed.worker.run(workload(bed.adapters, times, which, prompt, output), bed.adapters)
     took_s, copied = now_s() - began_s, (bed.copied_bytes() - before) / bed.adapters[0].size_bytes
     counted = [one for one in served if one.sent_s >= warm_s]
     cell.ttft_ms.append(1e3 * np.array([one.first_s - one.sent_s for one in counted]))
@@ -293,7 +281,7 @@ async def _stall(bed: Bed, gaps: Gaps, lap: int, tokens: int) -> None:
     few = np.full(COLDS, COLD_TOKENS)
     output = np.concatenate([np.full(STREAMS, tokens), few])
     served = await bed.worker.run(
-        _workload(bed, times, which, np.concatenate([np.full(STREAMS, 8), few]), output), bed.adapters
+        workload(bed.adapters, times, which, np.concatenate([np.full(STREAMS, 8), few]), output), bed.adapters
     )
     waited = [(one.sent_s, one.first_s) for one in served[STREAMS:] if one.first_s - one.sent_s > COPY_S / 2]
     gaps.copies += len(waited)
@@ -303,11 +291,7 @@ async def _stall(bed: Bed, gaps: Gaps, lap: int, tokens: int) -> None:
 
 def _print_gaps(gaps: Gaps, itl_ms: float) -> None:
     kinds = (("beside a copy", gaps.copying), ("the newcomer's prefill", gaps.prefilling), ("neither", gaps.neither))
-    shown = [
-        [name, len(some), float(np.quantile(some, 0.99)), float(np.quantile(some, 0.999)), max(some)]
-        for name, some in kinds
-        if some
-    ]
+    shown = [[name, len(some), quantile(some, 0.99), quantile(some, 0.999), max(some)] for name, some in kinds if some]
     title = f"Gaps between tokens over the stream's median ({itl_ms:.2f} ms), {gaps.copies} copies"
     print(report.table(title, ["", "gaps", "p99", "p99.9", "worst"], shown))
 
@@ -332,7 +316,7 @@ def _figures(
                 "limit_p99_ms": round(cell.limit_ms, 1),
                 "share_of_limit": round(cell.limit_ms / cell.quantile(0.99), 2),
                 "rounds": [
-                    round(float(np.quantile(theirs, 0.99) / np.quantile(one, 0.99)), 2)
+                    round(quantile(theirs, 0.99) / quantile(one, 0.99), 2)
                     for one, theirs in zip(cell.ttft_ms, rival.ttft_ms, strict=True)
                 ],
             }

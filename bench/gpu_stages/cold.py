@@ -26,7 +26,7 @@ from bench.gpu_stages.layers import DTYPE, Layers
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.serving import Served
 from bench.gpu_stages.shapes import another, host_adapter, projections
-from bench.mesh_parts import prompts
+from bench.models import prompts
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.assist import Helpers, loading_of

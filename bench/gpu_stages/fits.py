@@ -19,7 +19,7 @@ from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.layers import Layers, batched, make_pool, occupy
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import RANKS, projections, write_config
-from bench.live_worker import LiveWorker
+from bench.rig.workers import LiveWorker
 from bench.rivals.triton_lora import mbgmv
 from bench.watch import Watch
 from motet.kernels.triton import LoraBatch

@@ -14,7 +14,7 @@ from bench.gpu_stages.bed import Bed, scratch
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.serving import OUTPUT, PROMPT, Served
 from bench.gpu_stages.shapes import RANKS, adapter_bytes
-from bench.mesh_parts import prompts
+from bench.models import prompts
 from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.native.checkpoint import parameters
 from motet.shared.clock import now_s

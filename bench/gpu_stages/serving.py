@@ -20,7 +20,7 @@ import torch
 from bench.gpu_stages.bed import Bed, scratch
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import RANKS, another, host_adapter, write_config
-from bench.mesh_parts import prompts
+from bench.models import prompts
 from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engines.model_config import ModelConfig, read_model_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench import cpu_assist, cpu_assist_twin
 from bench.cpu_assist import Cell
 from bench.cpu_assist_rig import WAYS, Answered, Asked, Files, Rig
-from bench.mesh_parts import prompts
+from bench.models import prompts
 from bench.watch import Watch
 
 

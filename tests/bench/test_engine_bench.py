@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import engine_serve, models
-from bench.mesh_parts import Lap
+from bench.rig.laps import Lap, Laps
 from motet.services.registry.peft import convert
 from motet.services.worker.engines.model_config import read_model_config
 from motet.shared.base_shapes import read_shapes
@@ -24,7 +24,7 @@ def test_every_rank_also_adapts_the_mlp_somewhere() -> None:
 
 def test_serve_figures_compare_only_servers_that_were_measured() -> None:
     def side(scale: float) -> engine_serve.Side:
-        laps = {n: [Lap([0.1 * scale], [0.5], 3, [0.02 * scale, 0.02 * scale])] for n in (1, 8, 32)}
+        laps = {n: Laps([Lap([0.1 * scale], [0.5], 3, [0.02 * scale, 0.02 * scale])]) for n in (1, 8, 32)}
         return engine_serve.Side([4.0], [5.0], laps, (int(100 * scale), int(200 * scale)))
 
     alone = engine_serve.figures({"motet": side(1)})

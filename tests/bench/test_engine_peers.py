@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from bench import engine, engine_plot, llama_files, models, roofline
-from bench.engine_parent import Lap
+from bench.engine_parent import Lap, contestant
 from bench.engine_table import LABELS, Measured, Turn, decode_bandwidth, figures, show, timed
 from bench.roofline import Limits
 
@@ -35,6 +37,29 @@ def measured(rates: dict[str, float], *, first: int = 7) -> Measured:
 def made(rates: dict[str, float]) -> dict[str, Any]:
     weights = decode_bandwidth(TINY, "motet none", 1.0)
     return figures(measured(rates), TINY, Limits(weights * 80, 1e9), 4, 10, engine.chosen)
+
+
+CHILD = """
+from bench.engine_child import serve
+
+def make(setup):
+    print("a library's noise")
+    if setup["fails"]:
+        raise SystemExit("no such file")
+    return lambda prompts, adapters, tokens: [[adapter] * tokens for adapter in adapters]
+
+serve(make)
+"""
+
+
+def test_a_contestant_answers_laps_and_says_why_it_cannot() -> None:
+    argv = [sys.executable, "-c", CHILD]
+    with contestant("child", argv, {"fails": False}, os.environ) as child:
+        lap = child.lap([[1, 2], [3]], [4, -1], 2)
+        assert lap.outputs == [[4, 4], [-1, -1]] and lap.seconds > 0
+    assert child.process.ended
+    with pytest.raises(RuntimeError, match="no such file"), contestant("child", argv, {"fails": True}, os.environ):
+        pass
 
 
 def test_a_turn_asks_for_no_adapter_one_for_all_or_one_each() -> None:

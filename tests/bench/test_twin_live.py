@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict, replace
 
-from bench.live_worker import LiveWorker, Served
 from bench.report import Elsewhere
+from bench.rig.workers import LiveWorker, Served
 from bench.twin_live import SHAPES, Outcome, mean_errors, pace, replayed, workload_of
 from motet.shared.model import AdapterRef
 from motet.shared.profile import VERSION, Hops

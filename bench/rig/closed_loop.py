@@ -1,14 +1,19 @@
-"""The load client: plain sockets and epoll, so that it takes as little CPU time as possible in Python."""
+"""Closed loop over HTTP: a fixed number of streams, each asked for again when it ends, and counters of what came.
+
+The client takes as little CPU time as is possible in Python, to keep up with the fastest server.
+"""
 
 from __future__ import annotations
 
-import json
 import select
 import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
+from bench.rig.http import READ_BYTES, connect, post
+
 TAIL = 32  # longer than an event's beginning and than the end of an answer
-BODY = {"model": "bench", "prompt": [1, 2, 3], "stream": True, "ignore_eos": True}
 
 
 class Counters:
@@ -20,25 +25,25 @@ class Counters:
         self.window = context.Value("i", window, lock=False)  # steps
 
 
-def load(port: int, streams: int, stream_tokens: int, counters: Counters) -> None:
+def load(port: int, streams: int, body: Mapping[str, Any], counters: Counters) -> None:
     """Keep `streams` streaming requests running and count their events, until terminated."""
-    body = json.dumps(BODY | {"max_tokens": stream_tokens}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    head += f"content-length: {len(body)}\r\n\r\n"
-    request = head.encode() + body
-    poll = select.epoll()
+    request = post(body)
     sockets: dict[int, socket.socket] = {}
-    tails: dict[int, bytes] = {}
-    for _ in range(streams):
-        connection = socket.create_connection(("127.0.0.1", port))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(request)
-        sockets[connection.fileno()], tails[connection.fileno()] = connection, b""
-        poll.register(connection.fileno(), select.EPOLLIN)
+    with select.epoll() as poll, ExitStack() as opened:
+        for _ in range(streams):
+            connection = opened.enter_context(connect(port))
+            connection.sendall(request)
+            sockets[connection.fileno()] = connection
+            poll.register(connection.fileno(), select.EPOLLIN)
+        _read(poll, sockets, request, counters)
+
+
+def _read(poll: select.epoll, sockets: Mapping[int, socket.socket], request: bytes, counters: Counters) -> None:
+    tails = dict.fromkeys(sockets, b"")
     seen, reads = counters.seen, counters.reads
     while True:
         for number, _ in poll.poll():
-            data = sockets[number].recv(1 << 18)
+            data = sockets[number].recv(READ_BYTES)
             if not data:
                 raise RuntimeError("the server closed a connection")
             reads.value += 1
