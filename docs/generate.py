@@ -15,9 +15,8 @@ sys.path.insert(0, str(ROOT))
 
 from motet.cli.options import config_of  # noqa: E402
 from motet.cli.up_options import StackConfig  # noqa: E402
-from motet.services.gateway.config import GatewayConfig  # noqa: E402
-from motet.services.gateway.edge.openapi import document  # noqa: E402
-from motet.services.gateway.openai import fields as unserved  # noqa: E402
+from motet.services.gateway.edge.kinds import KINDS  # noqa: E402
+from motet.services.gateway.edge.openapi import schemas, with_unserved  # noqa: E402
 from motet.shared.config import Field, ServiceConfig, fields  # noqa: E402
 from motet.shared.telemetry import REGISTRY  # noqa: E402
 from motet.shared.variables import VARIABLES  # noqa: E402
@@ -199,23 +198,18 @@ and deltas, as in vLLM.
 
 {tables}
 """
-_SCHEMAS = {
-    "chat": ("/v1/chat/completions", "ChatRequest", unserved.CHAT),
-    "completions": ("/v1/completions", "CompletionRequest", unserved.COMPLETION),
-    "embeddings": ("/v1/embeddings", "EmbeddingRequest", unserved.EMBEDDING),
-}
 
 
 def api() -> str:
     """What happens to every request field that clients of other servers send."""
     clients: dict[str, Any] = json.loads((ROOT / "docs" / "client_fields.json").read_text())
-    schemas = document(GatewayConfig.of(model="model"), "")["components"]["schemas"]
+    described = schemas({kind.request: with_unserved(kind.unserved) for kind in KINDS}, [])
     parts = []
-    for kind, (path, schema, others) in _SCHEMAS.items():
-        parts += [f"### POST {path}", "", "| field | of | what happens |", "| --- | --- | --- |"]
-        properties = schemas[schema]["properties"]
+    for kind in KINDS:
+        parts += [f"### POST {kind.path}", "", "| field | of | what happens |", "| --- | --- | --- |"]
+        properties, others = described[kind.request.__name__]["properties"], kind.unserved
         for name in sorted(properties):
-            of = ", ".join(client for client, names in clients[kind].items() if name in names)
+            of = ", ".join(client for client, names in clients[kind.path.split("/")[2]].items() if name in names)
             if name not in others:
                 happens = f"served: {_sentence(properties[name]['description'])}"
             elif (harmless := others[name].harmless) is None:

@@ -31,8 +31,9 @@ from motet.policies.tenant_shares import Part
 from motet.services.gateway.edge.app import ROUTES
 from motet.services.gateway.edge.http import json_answer
 from motet.services.gateway.edge.kinds import KINDS, Kind
+from motet.services.gateway.edge.openapi import Description
 from motet.services.gateway.edge.parts import Gateway
-from motet.services.gateway.openai import protocol
+from motet.services.gateway.openai.decoding import known
 from motet.services.gateway.openai.prepare import Origin, Preparer
 from motet.services.gateway.owner.made_by import Answer
 from motet.services.gateway.owner.owner import Owner
@@ -96,12 +97,18 @@ SOURCES.add("sample", lambda config, store: Samples())
 # ---- an HTTP endpoint
 
 
-def add_routes(api: APIRouter, gateway: Gateway) -> None:
+class AdapterCount(msgspec.Struct, frozen=True):
+    """The number of adapters that the caller may use."""
+
+    adapters: int
+
+
+def add_routes(api: APIRouter, gateway: Gateway, description: Description) -> None:
     """GET /v1/adapter-count."""
 
-    @api.get("/v1/adapter-count")
+    @api.get("/v1/adapter-count", **description.of("Count the adapters.", AdapterCount))
     async def adapter_count(request: Request) -> Response:
-        return json_answer({"adapters": len(gateway.adapters.visible(caller_of(request).tenant))})
+        return json_answer(AdapterCount(len(gateway.adapters.visible(caller_of(request).tenant))))
 
 
 ROUTES.append(add_routes)
@@ -138,7 +145,7 @@ _decoder = msgspec.json.Decoder(EchoRequest)
 
 def parse_echo(body: bytes) -> EchoRequest:
     """Raises BadRequest naming the field."""
-    request: EchoRequest = protocol.known(body, _decoder, {})
+    request: EchoRequest = known(body, _decoder, {})
     return request
 
 
@@ -169,8 +176,9 @@ async def collect_echo(owner: Owner, prepared: PreparedEcho, held: Part) -> Answ
     """The whole answer. Raises the MotetError that ended the request."""
     stream = await owner.open(prepared.job)
     text = "".join([delta.text async for delta in stream])
-    usage = {"prompt_tokens": prepared.prompt_tokens, "completion_tokens": len(stream.answered)}
-    return Answer(msgspec.to_builtins(Echo(text=text, usage=usage)), owner.made_by(stream))
+    made = len(stream.answered)
+    usage = {"prompt_tokens": prepared.prompt_tokens, "completion_tokens": made}
+    return Answer(Echo(text=text, usage=usage), owner.made_by(stream), made)
 
 
 KINDS.append(

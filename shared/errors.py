@@ -31,9 +31,10 @@ message limit would be lost.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
 MESSAGE_CHARS = 2_000
 PARAM_CHARS = 200
@@ -56,6 +57,23 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     retry_after_s: float | None = None
 
 
+class Error(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request was refused or failed."""
+
+    message: Annotated[str, Meta(description=f"The reason, for people; at most {MESSAGE_CHARS:,} characters.")]
+    type: Annotated[
+        str, Meta(description="invalid_request_error, rate_limit_error, server_error, or vLLM's names on its routes.")
+    ]
+    param: Annotated[str | None, Meta(description="The field or header that is wrong.")]
+    code: Annotated[str | int, Meta(description="A stable name of the reason; on vLLM's routes the status.")]
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Every answer with a status of 400 or more, as OpenAI clients expect it."""
+
+    error: Error
+
+
 class MotetError(Exception):
     """Base of all errors. `param` names the offending input field, `retry_after_s` is in seconds."""
 
@@ -73,10 +91,9 @@ class MotetError(Exception):
         """The form in which the error crosses the bus."""
         return ErrorInfo(code=self.code, message=self.message, param=self.param, retry_after_s=self.retry_after_s)
 
-    def openai(self) -> dict[str, Any]:
-        """The body an OpenAI client expects: {"error": {message, type, param, code}}."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
+    def openai(self) -> ErrorAnswer:
+        """The body an OpenAI client expects."""
+        return ErrorAnswer(error=Error(message=self.message, type=self.kind, param=self.param, code=self.code))
 
 
 class BadRequest(MotetError):

@@ -14,10 +14,12 @@ import contextlib
 import signal
 import sys
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import msgspec
 import uvloop
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 from prometheus_client import exposition
 
 from motet.shared.bus import Bus
@@ -84,11 +86,26 @@ def metrics_text() -> bytes:
     return exposition.generate_latest(REGISTRY)
 
 
-def health(service_name: str, failure: str) -> tuple[dict[str, object], int]:
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the process lives, and the reasons if not."""
+
+    status: Literal["ok", "failed"]
+    service: str
+    reasons: list[str] | UnsetType = UNSET
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the service can work now, and the reasons if not."""
+
+    ready: bool
+    reasons: list[str]
+
+
+def health(service_name: str, failure: str) -> tuple[Health, int]:
     """The body and the status code of `/health`."""
     if failure:
-        return {"status": "failed", "service": service_name, "reasons": [failure]}, 503
-    return {"status": "ok", "service": service_name}, 200
+        return Health(status="failed", service=service_name, reasons=[failure]), 503
+    return Health(status="ok", service=service_name), 200
 
 
 class OpsServer:
@@ -116,11 +133,12 @@ class OpsServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         body, status = health(self._service.name, self._service.failure())
-        return web.json_response(body, status=status)
+        return web.json_response(msgspec.to_builtins(body), status=status)
 
     async def _ready(self, _: web.Request) -> web.Response:
         reasons = self._service.not_ready()
-        return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+        body = Ready(ready=not reasons, reasons=reasons)
+        return web.json_response(msgspec.to_builtins(body), status=503 if reasons else 200)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=metrics_text(), headers={"Content-Type": exposition.CONTENT_TYPE_LATEST})

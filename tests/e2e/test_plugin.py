@@ -58,6 +58,7 @@ async def test_all_six_work_in_one_running_mesh(stack: LiveStack) -> None:
         assert {worker["engine"] for worker in status["workers"]} == {"echo"}
         paths = (await client.call("GET", "/openapi.json"))["paths"]
         assert paths["/v1/echoes"]["post"]["summary"] == "Say it again."
+        assert paths["/v1/adapter-count"]["get"]["summary"] == "Count the adapters."
 
 
 async def test_what_a_plugin_adds_refuses_as_the_rest_does(stack: LiveStack) -> None:

@@ -10,7 +10,7 @@ def test_a_text_of_any_length_becomes_a_short_one_that_says_so():
     assert len(error.message) == MESSAGE_CHARS == len(str(error)) and error.message.startswith("no such thing: x")
     assert error.message.endswith("(cut, 9000015 characters)")
     assert error.param is not None and len(error.param) == PARAM_CHARS
-    assert error.openai()["error"]["message"] == error.info().message == error.message
+    assert error.openai().error.message == error.info().message == error.message
 
 
 def test_a_short_text_stays_as_it_is_and_crosses_the_bus():

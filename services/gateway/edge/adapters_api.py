@@ -10,21 +10,23 @@ at most `SETTLE_S`), so that the client's next request through the same gateway 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from msgspec import Meta
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from motet.policies.tenant_shares import TenantShares
 from motet.services.gateway.config import ADMIN_BODY_BYTES
 from motet.services.gateway.edge import uploads
-from motet.services.gateway.edge.http import json_answer, one_line, read_body, unread
+from motet.services.gateway.edge.adapters import Adapter, Adapters, Deleted, chat_of, resource
+from motet.services.gateway.edge.http import PathName, json_answer, one_line, read_body, unread
+from motet.services.gateway.edge.openapi import Description, exactly_one
 from motet.services.gateway.edge.parts import Gateway
-from motet.services.gateway.openai import protocol
+from motet.services.gateway.openai.decoding import decode
 from motet.services.gateway.openai.unknown_model import refusal
 from motet.services.gateway.tenants.auth import Caller, caller_of
 from motet.shared import subjects
@@ -32,6 +34,8 @@ from motet.shared.errors import (
     AdapterExists,
     AdapterNotFound,
     BadRequest,
+    Error,
+    ErrorAnswer,
     MotetError,
     NotFound,
     Overloaded,
@@ -58,6 +62,7 @@ SETTLE_S = 5.0
 EVERYBODY = "*"  # an administrator's view of all tenants
 CHUNK_BYTES = 1 << 17
 SOURCE = "^[a-z][a-z0-9_+.-]*:."  # the registry's kinds are its own
+ViewOf = Annotated[str | None, Query(description="View of this tenant, with an admin key only. `*` in a list: all tenants.")]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -150,30 +155,39 @@ _unload = msgspec.json.Decoder(UnloadRequest)
 
 
 # in one piece: a list of routes
-def add_routes(api: APIRouter, gateway: Gateway) -> None:
+def add_routes(api: APIRouter, gateway: Gateway, description: Description) -> None:
     """All adapter routes, on a router that authenticates."""
     registry = _Registry(gateway)
     under_way = TenantShares(gateway.config.requests.max_uploads)
-    max_body = ADMIN_BODY_BYTES
+    max_body, of = ADMIN_BODY_BYTES, description.of
 
-    @api.get("/v1/adapters")
-    async def adapters(request: Request, tenant: str | None = None) -> Response:
+    @api.get("/v1/adapters", **of("The adapters of the key's tenant and the shared ones.", Adapters))
+    async def adapters(request: Request, tenant: ViewOf = None) -> Response:
         caller = caller_of(request)
         whose = _seen_as(caller, tenant)
         found = gateway.adapters.all() if whose == EVERYBODY else gateway.adapters.visible(whose)
-        return json_answer(
-            {"object": "list", "data": [_resource(gateway, info) for info in found], "refused": refused_list(gateway)}
-        )
+        shown = [resource(gateway, info) for info in found]
+        return json_answer(Adapters(data=shown, refused=gateway.adapters.refused))
 
-    @api.get("/v1/adapters/{name:adapter}")
-    async def adapter(name: str, request: Request, tenant: str | None = None) -> Response:
+    @api.get("/v1/adapters/{name:adapter}", **of("One adapter.", Adapter, 404))
+    async def adapter(name: PathName, request: Request, tenant: ViewOf = None) -> Response:
         caller = caller_of(request)
         info = gateway.adapters.resolve(name, _seen_as(caller, tenant))
         if info is None:
             raise AdapterNotFound(f"there is no adapter {name!r}.{refusal(name, gateway.adapters)}", param="name")
-        return json_answer(_resource(gateway, info) | {"chat": _chat(gateway, info)})
+        return json_answer(resource(gateway, info, chat=chat_of(gateway, info)))
 
-    @api.post("/v1/adapters")
+    added = of(
+        "Add an adapter: from a path, a hub id, an alias, or an upload.",
+        Adapter,
+        *(404, 409, 429, 504),
+        status=201,
+        body=AdapterRequest,
+        body_schema=exactly_one("path", "hub_id", "source", "alias_of"),
+        form=uploads.FORM,
+    )
+
+    @api.post("/v1/adapters", **added)
     async def add_adapter(request: Request) -> Response:
         caller = caller_of(request)
         caller.check("adapters", "adding an adapter")
@@ -186,46 +200,57 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
             finally:
                 under_way.give_back(caller.tenant, 1)
         else:
-            asked: AdapterRequest = protocol.decode(await read_body(request, max_body), _adapter)
+            asked: AdapterRequest = decode(await read_body(request, max_body), _adapter)
             info = await registry.add(asked, caller)
-        return json_answer(_resource(gateway, info), 201)
+        return json_answer(resource(gateway, info), 201)
 
-    @api.post("/v1/adapters/{name:path}/pin")
-    async def pin_adapter(name: str, request: Request, tenant: str | None = None) -> Response:
+    kept = of("Keep an adapter loaded on workers.", Adapter, 404, 409, 504, body=PinRequest, body_required=False)
+
+    @api.post("/v1/adapters/{name:path}/pin", **kept)
+    async def pin_adapter(name: PathName, request: Request, tenant: ViewOf = None) -> Response:
         caller = caller_of(request)
         caller.check("adapters", "pinning an adapter")
         given = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
-        asked: PinRequest = protocol.decode(await read_body(request, max_body), _pin) if given else PinRequest()
+        asked: PinRequest = decode(await read_body(request, max_body), _pin) if given else PinRequest()
         workers = (EVERY_WORKER,) if asked.workers is None else tuple(asked.workers)
-        return json_answer(_resource(gateway, await registry.pin(name, workers, caller, tenant)))
+        return json_answer(resource(gateway, await registry.pin(name, workers, caller, tenant)))
 
-    @api.delete("/v1/adapters/{name:path}/pin")
-    async def unpin_adapter(name: str, request: Request, tenant: str | None = None) -> Response:
+    @api.delete("/v1/adapters/{name:path}/pin", **of("Unpin an adapter.", Adapter, 400, 404, 409, 504))
+    async def unpin_adapter(name: PathName, request: Request, tenant: ViewOf = None) -> Response:
         caller = caller_of(request)
         caller.check("adapters", "unpinning an adapter")
-        return json_answer(_resource(gateway, await registry.pin(name, (), caller, tenant)))
+        return json_answer(resource(gateway, await registry.pin(name, (), caller, tenant)))
 
-    @api.patch("/v1/adapters/{name:adapter}")
-    async def change_adapter(name: str, request: Request, tenant: str | None = None) -> Response:
+    earlier = of("Make an earlier version current again.", Adapter, 404, 409, 504, body=ChangeRequest)
+
+    @api.patch("/v1/adapters/{name:adapter}", **earlier)
+    async def change_adapter(name: PathName, request: Request, tenant: ViewOf = None) -> Response:
         caller = caller_of(request)
         caller.check("adapters", "changing an adapter's version")
-        asked: ChangeRequest = protocol.decode(await read_body(request, max_body), _change)
-        return json_answer(_resource(gateway, await registry.rollback(name, asked.version, caller, tenant)))
+        asked: ChangeRequest = decode(await read_body(request, max_body), _change)
+        return json_answer(resource(gateway, await registry.rollback(name, asked.version, caller, tenant)))
 
-    @api.delete("/v1/adapters/{name:adapter}")
+    @api.delete("/v1/adapters/{name:adapter}", **of("Remove an adapter.", Deleted, 400, 404, 409, 504))
     async def delete_adapter(
-        name: str, request: Request, force: bool = False, forget: bool = False, tenant: str | None = None
+        name: PathName,
+        request: Request,
+        force: Annotated[bool, Query(description="Delete the adapter even if requests run on it; they finish.")] = False,
+        forget: bool = False,
+        tenant: ViewOf = None,
     ) -> Response:
         caller = caller_of(request)
         caller.check("adapters", "deleting an adapter")
         returns = await registry.delete(name, caller, tenant, force=force, forget=forget)
-        return json_answer({"name": name, "object": "adapter", "deleted": True, "returns_at_start": returns})
+        return json_answer(Deleted(name=name, returns_at_start=returns))
 
-    @api.post("/v1/load_lora_adapter")
+    named = {"required": ["lora_name", "lora_path"]}
+    loaded = of("vLLM's way to add an adapter.", PlainTextResponse, 404, 429, 504, body=LoadRequest, body_schema=named)
+
+    @api.post("/v1/load_lora_adapter", **loaded)
     async def load_lora_adapter(request: Request) -> Response:
         caller = caller_of(request)
         caller.check("adapters", "loading an adapter")
-        asked: LoadRequest = protocol.decode(await read_body(request, max_body), _load)
+        asked: LoadRequest = decode(await read_body(request, max_body), _load)
         if not asked.lora_name or not asked.lora_path:
             return _vllm_error(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
         if asked.is_3d_lora_weight:
@@ -252,11 +277,14 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
             return _vllm_error(error.status, "BadRequestError", error.message)
         return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully.", media_type="text/plain")
 
-    @api.post("/v1/unload_lora_adapter")
+    named = {"required": ["lora_name"]}
+    unloaded = of("vLLM's way to remove an adapter.", PlainTextResponse, 404, 409, 504, body=UnloadRequest, body_schema=named)
+
+    @api.post("/v1/unload_lora_adapter", **unloaded)
     async def unload_lora_adapter(request: Request) -> Response:
         caller = caller_of(request)
         caller.check("adapters", "unloading an adapter")
-        asked: UnloadRequest = protocol.decode(await read_body(request, max_body), _unload)
+        asked: UnloadRequest = decode(await read_body(request, max_body), _unload)
         if not asked.lora_name:
             return _vllm_error(400, "InvalidUserInput", "'lora_name' needs to be provided to unload a LoRA adapter.")
         try:
@@ -445,85 +473,6 @@ def _seen_as(caller: Caller, tenant: str | None) -> str:
     return tenant
 
 
-def refused_list(gateway: Gateway) -> dict[str, Any]:
-    """The adapters of --adapters-dir that are not served. They would be shared, so every client may see them."""
-    answer: dict[str, Any] = msgspec.to_builtins(gateway.adapters.refused)
-    return answer
-
-
-def shown_source(info: AdapterInfo) -> str:
-    """The source of an adapter as every client may see it: of a path on the server, only the last part.
-
-    The source of a private adapter is not shown: its content may be another tenant's, who uploaded the same content before.
-    """
-    source = info.entry.source or ("" if info.entry.tenant else info.version.source)
-    return public_source(source)
-
-
-def created_unix_ms(info: AdapterInfo) -> int:
-    """When an adapter was registered.
-
-    For a private adapter this is the time of its name: the version may be older, and another tenant's.
-    """
-    return info.entry.updated_unix_ms if info.entry.tenant else info.version.created_unix_ms
-
-
-def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
-    """An adapter as JSON.
-
-    `follows`: of an alias, whether it goes on to the target's next versions; `older_versions`: those that it can go back to;
-    `resident`: {worker id: fastest tier that holds it}; `pinned_to`: the workers of its pin; `placed_on`: the workers on which
-    a scheduler wants it loaded.
-    """
-    entry, version = info.entry, info.version
-    return {
-        "name": entry.name,
-        "object": "adapter",
-        "digest": entry.digest,
-        "version": entry.version,
-        "alias_of": entry.alias_of,
-        "follows": entry.follows if entry.alias_of is not None else None,
-        "older_versions": [
-            {"version": one.version, "digest": one.digest, "updated": one.updated_unix_ms // 1000}
-            for one in sorted(entry.older, key=lambda one: -one.version)
-        ],
-        "base_model": version.base_model,
-        "rank": version.rank,
-        "modules": version.modules,
-        "layers": version.layers,
-        "dtype": version.dtype,
-        "size_bytes": version.size_bytes,
-        "tenant": entry.tenant or None,
-        "source": shown_source(info),
-        "created": created_unix_ms(info) // 1000,
-        "updated": entry.updated_unix_ms // 1000,
-        "resident": gateway.fleet.tiers(entry.digest),
-        "left_out": list(entry.left_out),
-        "chat": None,
-        "pinned_to": list(entry.pin.workers) if entry.pin is not None else [],
-        "placed_on": gateway.placements.workers(entry.digest),
-    }
-
-
-def _chat(gateway: Gateway, info: AdapterInfo) -> dict[str, Any] | None:
-    """What an adapter brings for chats; None for nothing."""
-    chat = gateway.adapters.chat(info.version.chat)
-    if chat is None:
-        return None
-    return {
-        "templates": {name: template.source for name, template in chat.templates.items()},
-        "special_tokens": chat.special,
-        "generation": {name: value for name, value in msgspec.structs.asdict(chat.generation).items() if value is not None},
-        "eos_token_ids": list(chat.eos_token_ids),
-    }
-
-
-def public_source(source: str) -> str:
-    """Where an adapter came from, as every client may see it: of a path on the server only its last part."""
-    kind, _, place = source.partition(":")
-    return f"path:{place.rstrip('/').rsplit('/', 1)[-1]}" if kind == "path" else source
-
-
 def _vllm_error(status: int, kind: str, message: str) -> Response:
-    message = bounded(message)
-    return json_answer({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+    error = Error(message=bounded(message), type=kind, param=None, code=status)
+    return json_answer(ErrorAnswer(error=error), status)

@@ -21,7 +21,7 @@ import contextlib
 import resource
 from typing import Any, Literal
 
-import orjson
+import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from motet.services.gateway.edge.upgrade import PlainParser
@@ -139,7 +139,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             transport.close()
             return
-        body = orjson.dumps(error.openai())
+        body = msgspec.json.encode(error.openai())
         retry = b"retry-after: 1\r\n" if error.retry_after_s is not None else b""
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n%s\r\n" % (len(body), retry)
         transport.write(STATUS_LINE[error.status] + head + body)

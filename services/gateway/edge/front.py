@@ -8,6 +8,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse, Response
 
+from motet.services.gateway.edge.openapi import Description
+
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -36,10 +38,10 @@ code {{ background: #8882; padding: 0.1em 0.3em }}
 """
 
 
-def add_routes(app: APIRouter, gateway: Any, version: str) -> None:
+def add_routes(app: APIRouter, gateway: Any, version: str, description: Description) -> None:
     """Add the page. It needs no key, and with keys in use it names neither the model nor the adapters."""
 
-    @app.get("/")
+    @app.get("/", **description.of("What this address is, as a page for people.", HTMLResponse, open_to_all=True))
     async def front() -> Response:
         page = _PAGE.format(version=escape(version), **_facts(gateway))
         return HTMLResponse(page, headers={"content-security-policy": _POLICY, "cache-control": "no-cache"})

@@ -8,10 +8,10 @@ import math
 import re
 import secrets
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import orjson
-from fastapi import APIRouter, FastAPI
+import msgspec
+from fastapi import APIRouter, FastAPI, Path
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -25,11 +25,22 @@ from motet.services.gateway import metrics
 from motet.services.gateway.edge.guard import Guard
 from motet.services.gateway.edge.turns import Turns
 from motet.services.gateway.tenants.limits import RateLimited
-from motet.shared.errors import BadRequest, MotetError, Overloaded, TooLarge, UnsupportedMediaType, bounded
+from motet.shared.errors import (
+    BadRequest,
+    Error,
+    ErrorAnswer,
+    MotetError,
+    Overloaded,
+    TooLarge,
+    UnsupportedMediaType,
+    bounded,
+)
 from motet.shared.telemetry import logger
 
 T = TypeVar("T")
 E = TypeVar("E", bound=MotetError)
+PathName = Annotated[str, Path(json_schema_extra={"minLength": 1})]
+"""What a path names: an adapter, a model or a key."""
 log = logger("motet.http")
 SERVER_SEND = "motet.server_send"  # in the scope: `send` as the server gave it, without middleware around it
 REQUEST_ID = "x-request-id"
@@ -142,8 +153,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def json_answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON response."""
-    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+    """A JSON response: a struct, or what is JSON already."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def error_answer(error: MotetError, *, unread: bool = False) -> Response:
@@ -159,7 +170,7 @@ def error_answer(error: MotetError, *, unread: bool = False) -> Response:
         headers["www-authenticate"] = "Bearer"
     if unread:
         headers["connection"] = "close"
-        return _Unread(orjson.dumps(error.openai()), error.status, headers, media_type="application/json")
+        return _Unread(msgspec.json.encode(error.openai()), error.status, headers, media_type="application/json")
     return json_answer(error.openai(), error.status, headers)
 
 
@@ -207,12 +218,7 @@ def install_error_handlers(app: FastAPI, api: APIRouter) -> None:
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         reason = f"{request.method} {request.url.path}: {error.detail}"
-        shaped = {
-            "message": bounded(reason),
-            "type": "invalid_request_error",
-            "param": None,
-            "code": f"http_{error.status_code}",
-        }
+        told = Error(message=bounded(reason), type="invalid_request_error", param=None, code=f"http_{error.status_code}")
         headers = dict(error.headers or {})
         if error.status_code == 405:  # of all routes with this path, not only of the first
             path = request.url.path
@@ -220,7 +226,7 @@ def install_error_handlers(app: FastAPI, api: APIRouter) -> None:
             meant = max((route.path for route in found), key=len, default="")  # an adapter's pin, not an adapter called .../pin
             methods = {method for route in found if route.path == meant for method in route.methods or ()}
             headers = {"allow": ", ".join(sorted(methods))}
-        return json_answer({"error": shaped}, error.status_code, headers)
+        return json_answer(ErrorAnswer(error=told), error.status_code, headers)
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)

@@ -34,6 +34,8 @@ class Streamed(NamedTuple):
 class Kind:
     """One kind of request. Its parsed requests have `stream`; what `prepare` returns has `prompt_tokens`.
 
+    `request`, `answer` and `chunk` are the structs of its bodies; `chunk` that of a streamed answer's events.
+
     `parse` raises BadRequest naming the field. `collect` gets the part of what all answers may have, for what it holds.
     `stream` None: there is nothing to stream.
     """
@@ -42,6 +44,7 @@ class Kind:
     summary: str
     request: type
     answer: type
+    chunk: type | None = None
     unserved: Mapping[str, fields.Unserved]
     parse: Callable[[bytes], Any]
     prepare: Callable[[Preparer, Any, Origin], Awaitable[Any]]
@@ -60,6 +63,7 @@ CHAT = Kind(
     summary="Answer a conversation.",
     request=protocol.ChatRequest,
     answer=schemas.ChatCompletion,
+    chunk=schemas.ChatChunk,
     unserved=fields.CHAT,
     parse=protocol.parse_chat,
     prepare=texts.prepare,
@@ -71,6 +75,7 @@ COMPLETION = Kind(
     summary="Continue texts.",
     request=protocol.CompletionRequest,
     answer=schemas.Completion,
+    chunk=schemas.TextChunk,
     unserved=fields.COMPLETION,
     parse=protocol.parse_completion,
     prepare=texts.prepare,

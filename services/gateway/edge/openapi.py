@@ -1,61 +1,34 @@
-"""/openapi.json and /docs: the API's description, generated from the types that parse requests and describe answers.
+"""/openapi.json and /docs: the API's description, made from the routes and from the structs that they read and answer with.
 
-Request bodies come from `openai.protocol` and `adapters_api`, with the unserved fields of `openai.fields`; answers come from
-`openai.schemas`. Swagger UI comes from an installed package, so the page needs no internet access.
+A route says what it does with `Description.of`. FastAPI adds its path and its parameters, and msgspec the schemas of the
+structs. Swagger UI comes from an installed package, so the page needs no internet access.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
 from starlette.responses import FileResponse, Response
 
 from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
-from motet.services.gateway.edge.adapters_api import AdapterRequest, ChangeRequest, LoadRequest, PinRequest, UnloadRequest
 from motet.services.gateway.edge.http import json_answer
-from motet.services.gateway.edge.keys_api import KeyRequest, RotateRequest
-from motet.services.gateway.edge.kinds import KINDS
-from motet.services.gateway.openai import fields, protocol, schemas
+from motet.services.gateway.openai.fields import Unserved
 from motet.services.gateway.openai.prepare import SLO_MAX_MS, SLO_MIN_MS
-from motet.shared.audit import PAGE
+from motet.shared.errors import ErrorAnswer
 
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon.png": "image/png"}
-_JSON, _TEXT, _EVENTS, _FORM = "application/json", "text/plain", "text/event-stream", "multipart/form-data"
-_REQUESTS = (
-    protocol.TokenizeRequest,
-    protocol.DetokenizeRequest,
-    AdapterRequest,
-    ChangeRequest,
-    PinRequest,
-    LoadRequest,
-    UnloadRequest,
-    KeyRequest,
-    RotateRequest,
+_ABOUT = (
+    "LoRA adapters on one base model. Every answer has the header `X-Request-Id`. Fields that are not listed are refused by"
+    " name."
 )
-_ANSWERS = (
-    schemas.ErrorAnswer,
-    schemas.Model,
-    schemas.Models,
-    schemas.Adapter,
-    schemas.Adapters,
-    schemas.Deleted,
-    schemas.Key,
-    schemas.NewKey,
-    schemas.Keys,
-    schemas.KeyDeleted,
-    schemas.AuditLog,
-    schemas.Tokens,
-    schemas.Text,
-    schemas.Status,
-    schemas.Health,
-    schemas.Ready,
-    schemas.Version,
-)
+_REF = "#/components/schemas/{name}"
 _ERRORS = {
     400: "A field, named in `param`, is wrong; or the prompt is longer than the context.",
     401: "No API key, or an unknown one.",
@@ -83,16 +56,18 @@ _TAGS = {
 }
 """Groups of paths on the page: meaning and beginnings of the paths."""
 _ALWAYS = (403, 408, 431, 500, 503)
-_PARAMETERS: dict[str, dict[str, Any]] = {
+_REQUEST_ID = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "description": "The request's id, which the answer repeats; without it a random one. 1 to 128 printable ASCII"
+    " characters without spaces; anything else is replaced.",
+    "schema": {"type": "string"},
+}
+_GENERATING: dict[str, dict[str, Any]] = {
     "Idempotency-Key": {
         "description": "A request with the same key and body runs once at this gateway; a repetition gets the same answer with"
         " `idempotent-replayed: true`, or 409 if that was streamed. 1 to 255 printable ASCII characters.",
         "schema": {"type": "string", "minLength": 1, "maxLength": 255},
-    },
-    "X-Request-Id": {
-        "description": "The request's id, which the answer repeats; without it a random one. 1 to 128 printable ASCII"
-        " characters without spaces; anything else is replaced.",
-        "schema": {"type": "string"},
     },
     "x-slo-class": {
         "description": "Class of the request: its latency objectives and its urgency.",
@@ -107,92 +82,130 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
         "schema": {"type": "number", "minimum": SLO_MIN_MS, "maximum": SLO_MAX_MS},
     },
 }
-_UPLOAD = {
-    "type": "object",
-    "required": ["name", "file"],
-    "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": 128, "description": "The adapter's name"},
-        "file": {"type": "string", "format": "binary", "description": "PEFT directory as zip, tar or gzipped tar"},
-        "replace": {"type": "string", "enum": ["true", "false"], "default": "false"},
-        "tenant": {"type": "string", "maxLength": 64, "description": "Tenant that the adapter belongs to; empty: shared"},
-    },
-}
+"""Headers of requests that generate something."""
 
 
-def add_routes(app: APIRouter, config: GatewayConfig, version: str, *, keyless: bool) -> None:
-    """Add /openapi.json, /docs and the files that this page loads. They need no key."""
-    described = document(config, version, keyless=keyless)
-    static = resources.files("fastapi_offline") / "static"
-    page = get_swagger_ui_html(
-        openapi_url="openapi.json",
-        title="Motet",
-        swagger_js_url="docs/swagger-ui-bundle.js",
-        swagger_css_url="docs/swagger-ui.css",
-        swagger_favicon_url="docs/favicon.png",
+class Description:
+    """What the routes of an app say of themselves."""
+
+    def __init__(self) -> None:
+        self._requests: dict[type, dict[str, Any]] = {}
+        self._answers: list[type] = [ErrorAnswer]
+
+    def of(
+        self,
+        summary: str,
+        answer: type,
+        *errors: int,
+        status: int = 200,
+        body: type | None = None,
+        body_schema: dict[str, Any] | None = None,
+        body_required: bool = True,
+        form: dict[str, Any] | None = None,
+        chunk: type | None = None,
+        unavailable: type | None = None,
+        generates: bool = False,
+        open_to_all: bool = False,
+    ) -> dict[str, Any]:
+        """Arguments for the decorator of a route.
+
+        `answer`: a struct, or the class of a response that is no JSON. `errors`: statuses of errors beside those of every
+        route. `body_schema`: what the schema of `body` says beside its struct. `form`: schema of a form that may be sent
+        instead. `chunk`: the event of a streamed answer. `unavailable`: the answer with status 503. `open_to_all`: no key is
+        needed.
+        """
+        if body is not None:
+            self._requests[body] = body_schema or {}
+            errors = (400, 413, 415, *errors)
+        self._answers += [one for one in (answer, chunk, unavailable) if one is not None and issubclass(one, msgspec.Struct)]
+        responses: dict[str, Any] = {str(code): _error(code) for code in sorted({*_ALWAYS, *errors})}
+        responses[str(status)] = _response("Done.", answer)
+        if chunk is not None:
+            events = {"description": f"With `stream`: each event's data is a {chunk.__name__}, that of the last one `[DONE]`."}
+            responses[str(status)]["content"]["text/event-stream"] = {"schema": events}
+        if unavailable is not None:
+            responses["503"] = _response("It cannot. An admin key is told why.", unavailable)
+        headers = [{"name": name, "in": "header"} | header for name, header in _GENERATING.items()] if generates else []
+        operation: dict[str, Any] = {"responses": responses, "parameters": [*headers, _REQUEST_ID]}
+        if body is not None:
+            forms = {"multipart/form-data": {"schema": form}} if form is not None else {}
+            operation["requestBody"] = {"required": body_required, "content": _content(body) | forms}
+        if open_to_all:
+            operation["security"] = []
+        others = {"default": _response("Any other error, such as an unknown path or method.", ErrorAnswer)}
+        kind = {"response_class": answer} if issubclass(answer, Response) else {}
+        return {"summary": summary, "status_code": status, "responses": others, "openapi_extra": operation} | kind
+
+    def document(self, app: FastAPI, config: GatewayConfig, *, keyless: bool) -> dict[str, Any]:
+        """The OpenAPI 3.1 document of an app whose routes have described themselves."""
+        tags = [{"name": name, "description": meaning} for name, (meaning, _) in _TAGS.items()]
+        described = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes, tags=tags)
+        for path, methods in described["paths"].items():
+            for operation in methods.values():
+                operation["tags"] = [next(name for name, (_, beginnings) in _TAGS.items() if path.startswith(beginnings))]
+                open_to_all = operation.pop("security", None) is not None
+                if not keyless and not open_to_all:
+                    operation["security"] = [{"key": []}]
+                    operation["responses"]["401"] = _error(401)
+        limits = {"max_body_bytes": MAX_BODY_BYTES, "max_upload_bytes": config.requests.max_upload_bytes}
+        errors = {f"Error{status}": _response(text.format(**limits), ErrorAnswer) for status, text in _ERRORS.items()}
+        errors["Error429"]["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+        described["components"] = {"schemas": schemas(self._requests, self._answers), "responses": errors}
+        if not keyless:
+            described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        return described
+
+    def add_routes(self, app: FastAPI, config: GatewayConfig, *, keyless: bool) -> None:
+        """Add /openapi.json, /docs and the files that this page loads. They need no key."""
+
+        @cache
+        def described() -> dict[str, Any]:
+            return self.document(app, config, keyless=keyless)
+
+        static = resources.files("fastapi_offline") / "static"
+        page = get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title="Motet",
+            swagger_js_url="docs/swagger-ui-bundle.js",
+            swagger_css_url="docs/swagger-ui.css",
+            swagger_favicon_url="docs/favicon.png",
+        )
+        page.headers["content-security-policy"] = "frame-ancestors 'none'"
+
+        @app.get("/openapi.json", include_in_schema=False)
+        async def openapi() -> Response:
+            return json_answer(described())
+
+        @app.get("/docs", include_in_schema=False)
+        async def docs() -> Response:
+            return page
+
+        def add_asset(name: str, kind: str) -> None:
+            @app.get(f"/docs/{name}", include_in_schema=False)
+            async def asset() -> Response:
+                return FileResponse(str(static / name), media_type=kind)
+
+        for name, kind in ASSETS.items():
+            add_asset(name, kind)
+
+
+def schemas(requests: Mapping[type, dict[str, Any]], answers: Iterable[type]) -> dict[str, Any]:
+    """JSON schemas by name: those of `requests`, each with what its schema says beside the struct, of `answers`, and of all
+    their parts."""
+    asked, shown = (
+        msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")[1]
+        for structs in (requests, answers)
     )
-    page.headers["content-security-policy"] = "frame-ancestors 'none'"
-
-    @app.get("/openapi.json")
-    async def openapi() -> Response:
-        return json_answer(described)
-
-    @app.get("/docs")
-    async def docs() -> Response:
-        return page
-
-    def add_asset(name: str, kind: str) -> None:
-        @app.get(f"/docs/{name}")
-        async def asset() -> Response:
-            return FileResponse(str(static / name), media_type=kind)
-
-    for name, kind in ASSETS.items():
-        add_asset(name, kind)
-
-
-def document(config: GatewayConfig, version: str, *, keyless: bool = True) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of a gateway with this configuration."""
-    limits = {"max_body_bytes": MAX_BODY_BYTES, "max_upload_bytes": config.requests.max_upload_bytes}
-    errors = {
-        status: {"description": text.format(**limits)} | _content(_ref("ErrorAnswer")) for status, text in _ERRORS.items()
-    }
-    errors[429]["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
-    described: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "Motet",
-            "version": version,
-            "description": "LoRA adapters on one base model. Every answer has the header `X-Request-Id`. Fields that are not"
-            " listed are refused by name.",
-        },
-        "paths": {
-            path: {
-                method: {"tags": [_tag(path)]} | _with_errors(dict(operation), errors, keyless=keyless)
-                for method, operation in methods.items()
-            }
-            for path, methods in _paths().items()
-        },
-        "tags": [{"name": name, "description": meaning} for name, (meaning, _) in _TAGS.items()],
-        "components": {
-            "schemas": _schemas(),
-            "responses": {f"Error{status}": answer for status, answer in errors.items()},
-        },
-    }
-    if not keyless:
-        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return described
-
-
-@cache  # the same for every gateway of a process
-def _schemas() -> dict[str, Any]:
-    described = (*(kind.request for kind in KINDS), *_REQUESTS, *(kind.answer for kind in KINDS), *_ANSWERS)
-    _, components = msgspec.json.schema_components(described, ref_template="#/components/schemas/{name}")
-    unserved_of = {kind.request.__name__: kind.unserved for kind in KINDS} | {"TokenizeRequest": fields.TOKENIZE}
-    for name, unserved in unserved_of.items():
-        components[name]["properties"] |= {field: one.schema for field, one in unserved.items()}
-    components["UnloadRequest"]["required"] = ["lora_name"]
-    components["LoadRequest"]["required"] = ["lora_name", "lora_path"]
-    components["TokenizeRequest"]["oneOf"] = [_given("prompt"), _given("messages")]
-    components["AdapterRequest"]["oneOf"] = [_given(name) for name in ("path", "hub_id", "source", "alias_of")]
+    for request, more in requests.items():
+        component = asked[request.__name__]
+        component |= more | {"properties": component["properties"] | more.get("properties", {})}
+    for component in shown.values():  # it has all of its fields, those with defaults too, except the unset ones
+        needed, fields = component.get("required", ()), component["properties"]
+        component["required"] = [name for name, field in fields.items() if name in needed or "default" in field]
+        component["additionalProperties"] = False
+        for field in fields.values():
+            field.pop("default", None)
+    components = asked | shown
     for component in components.values():
         for field in component.get("properties", {}).values():
             for one in field.get("anyOf", ()):  # `X | None`: what X means is what the field means
@@ -201,175 +214,25 @@ def _schemas() -> dict[str, Any]:
     return components
 
 
-def _tag(path: str) -> str:
-    return next(name for name, (_, beginnings) in _TAGS.items() if path.startswith(beginnings))
+def exactly_one(*names: str) -> dict[str, Any]:
+    """The schema of a body that has one of these fields."""
+    return {"oneOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]}
 
 
-def _given(name: str) -> dict[str, Any]:
-    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+def with_unserved(unserved: Mapping[str, Unserved]) -> dict[str, Any]:
+    """The schema of a body that may have these fields, with values that ask for nothing."""
+    return {"properties": {field: one.schema for field, one in unserved.items()}}
 
 
-def _ref(name: str) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{name}"}
+def _error(status: int) -> dict[str, str]:
+    return {"$ref": f"#/components/responses/Error{status}"}
 
 
-def _content(schema: dict[str, Any], kind: str = _JSON) -> dict[str, Any]:
-    return {"content": {kind: {"schema": schema}}}
+def _content(struct: type) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=struct.__name__)}}}
 
 
-def _ok(name: str, description: str = "Done.") -> dict[str, Any]:
-    return {"description": description} | _content(_ref(name))
-
-
-def _operation(
-    summary: str,
-    answer: dict[str, Any],
-    *statuses: int,
-    status: int = 200,
-    body: dict[str, Any] | None = None,
-    body_required: bool = True,
-    parameters: tuple[dict[str, Any], ...] = (),
-    open_to_all: bool = False,
-) -> dict[str, Any]:
-    """One operation; `_with_errors` adds the answers for `statuses` and those that every route may give."""
-    operation: dict[str, Any] = {"summary": summary, "responses": {str(status): answer}, "parameters": [*parameters]}
-    operation["parameters"].append({"name": "X-Request-Id", "in": "header"} | _PARAMETERS["X-Request-Id"])
-    if body is not None:
-        operation["requestBody"] = {"required": body_required, "content": body}
-        statuses = (400, 413, 415, *statuses)
-    operation["x-errors"], operation["x-open"] = sorted({*_ALWAYS, *statuses}), open_to_all
-    return operation
-
-
-def _with_errors(operation: dict[str, Any], errors: dict[int, Any], *, keyless: bool) -> dict[str, Any]:
-    statuses, open_to_all = operation.pop("x-errors"), operation.pop("x-open")
-    if not keyless and not open_to_all:
-        operation["security"] = [{"key": []}]
-        statuses = sorted({401, *statuses})
-    answers = {str(status): {"$ref": f"#/components/responses/Error{status}"} for status in statuses if status in errors}
-    rest = {"default": {"description": "Any other error, such as an unknown path or method."} | _content(_ref("ErrorAnswer"))}
-    operation["responses"] = answers | operation["responses"] | rest
-    return operation
-
-
-def _body(name: str) -> dict[str, Any]:
-    return {_JSON: {"schema": _ref(name)}}
-
-
-# in one piece: a list of operations
-def _paths() -> dict[str, dict[str, dict[str, Any]]]:
-    headers = (name for name in _PARAMETERS if name.startswith("x-slo") or name == "Idempotency-Key")
-    slo = tuple({"name": name, "in": "header"} | _PARAMETERS[name] for name in headers)
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    force, forget = (
-        {"name": flag, "in": "query", "schema": {"type": "boolean", "default": False}} for flag in ("force", "forget")
-    )
-    force["description"] = "Delete the adapter even if requests run on it; they finish."
-    tenant = {"name": "tenant", "in": "query", "schema": {"type": "string"}}
-    tenant["description"] = "View of this tenant, with an admin key only. `*` in a list: all tenants."
-    key_id = {"name": "key_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    limit = {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": PAGE, "default": 100}}
-    plan = {"name": "plan", "in": "query", "schema": {"type": "boolean", "default": False}}
-    text = {"description": "Done."} | _content({"type": "string"}, _TEXT)
-    html = {"description": "A page."} | _content({"type": "string"}, "text/html")
-
-    def generated(schema: str) -> dict[str, Any]:
-        both = {_JSON: {"schema": _ref(schema)}, _EVENTS: {"schema": {"description": "With `stream`."}}}
-        return {"description": "The answer; with `stream` as server-sent events.", "content": both}
-
-    return {
-        **{
-            kind.path: {
-                "post": _operation(
-                    kind.summary,
-                    _ok(kind.answer.__name__) if kind.stream is None else generated(kind.answer.__name__),
-                    *(404, 409, 422, 429, 504),
-                    body=_body(kind.request.__name__),
-                    parameters=slo,
-                )
-            }
-            for kind in KINDS
-        },
-        "/v1/models": {"get": _operation("The base model and all adapters.", _ok("Models"))},
-        "/v1/models/{name}": {"get": _operation("One model.", _ok("Model"), 404, parameters=(name,))},
-        "/v1/adapters": {
-            "get": _operation("The adapters of the key's tenant and the shared ones.", _ok("Adapters"), parameters=(tenant,)),
-            "post": _operation(
-                "Add an adapter: from a path, a hub id, an alias, or an upload.",
-                _ok("Adapter"),
-                *(404, 409, 429, 504),
-                status=201,
-                body=_body("AdapterRequest") | {_FORM: {"schema": _UPLOAD}},
-            ),
-        },
-        "/v1/adapters/{name}": {
-            "get": _operation("One adapter.", _ok("Adapter"), 404, parameters=(name, tenant)),
-            "patch": _operation(
-                "Make an earlier version current again.",
-                _ok("Adapter"),
-                *(404, 409, 504),
-                body=_body("ChangeRequest"),
-                parameters=(name, tenant),
-            ),
-            "delete": _operation(
-                "Remove an adapter.", _ok("Deleted"), 400, 404, 409, 504, parameters=(name, force, forget, tenant)
-            ),
-        },
-        "/v1/adapters/{name}/pin": {
-            "post": _operation(
-                "Keep an adapter loaded on workers.",
-                _ok("Adapter"),
-                *(404, 409, 504),
-                body=_body("PinRequest"),
-                body_required=False,
-                parameters=(name, tenant),
-            ),
-            "delete": _operation("Unpin an adapter.", _ok("Adapter"), 400, 404, 409, 504, parameters=(name, tenant)),
-        },
-        "/v1/load_lora_adapter": {
-            "post": _operation("vLLM's way to add an adapter.", text, 404, 429, 504, body=_body("LoadRequest"))
-        },
-        "/v1/unload_lora_adapter": {
-            "post": _operation("vLLM's way to remove an adapter.", text, 404, 409, 504, body=_body("UnloadRequest"))
-        },
-        "/tokenize": {"post": _operation("Tokens of a text.", _ok("Tokens"), 404, 429, body=_body("TokenizeRequest"))},
-        "/detokenize": {"post": _operation("Text of tokens.", _ok("Text"), 404, 429, body=_body("DetokenizeRequest"))},
-        "/v1/keys": {
-            "get": _operation("The API keys, without their texts.", _ok("Keys")),
-            "post": _operation(
-                "Make an API key; its text is shown this once.", _ok("NewKey"), 409, status=201, body=_body("KeyRequest")
-            ),
-        },
-        "/v1/keys/{key_id}": {
-            "delete": _operation("Revoke an API key.", _ok("KeyDeleted"), 400, 404, parameters=(key_id,)),
-        },
-        "/v1/keys/{key_id}/rotate": {
-            "post": _operation(
-                "Make a key in place of another one, which expires after the overlap.",
-                _ok("NewKey"),
-                *(404, 409),
-                status=201,
-                body=_body("RotateRequest"),
-                parameters=(key_id,),
-            )
-        },
-        "/v1/audit": {
-            "get": _operation("Who changed which adapter or key, newest first.", _ok("AuditLog"), 400, parameters=(limit,))
-        },
-        "/v1/status": {
-            "get": _operation(
-                "This gateway, and workers as a scheduler sees them. With `plan=true` also which requests would move.",
-                _ok("Status"),
-                400,
-                parameters=(plan,),
-            )
-        },
-        "/": {"get": _operation("What this address is, as a page for people.", html, open_to_all=True)},
-        "/health": {"get": _operation("Whether the process lives.", _ok("Health"), open_to_all=True)},
-        "/ready": {
-            "get": _operation("Whether it can serve now.", _ok("Ready"), open_to_all=True)
-            | {"responses": {"200": _ok("Ready"), "503": _ok("Ready", "It cannot. An admin key is told why.")}}
-        },
-        "/metrics": {"get": _operation("Metrics for Prometheus, for an admin key.", text)},
-        "/version": {"get": _operation("The version.", _ok("Version"), open_to_all=True)},
-    }
+def _response(description: str, answer: type) -> dict[str, Any]:
+    """The response with this struct; the content of another kind of answer is FastAPI's to say."""
+    content = {"content": _content(answer)} if issubclass(answer, msgspec.Struct) else {}
+    return {"description": description} | content

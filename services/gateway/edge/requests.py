@@ -86,14 +86,14 @@ class Requests:
         owner = self._gateway.owner
         held = Part(owner.answers, asked.request.state.tenant)
         try:
-            body, made_by = await asked.kind.collect(owner, await self._prepared(asked, turn), held)
-            parts = await encoded(body, held)
+            answer = await asked.kind.collect(owner, await self._prepared(asked, turn), held)
+            parts = await encoded(answer.body, held)
         except BaseException:
             turn.fail()
             held.release()
             raise
-        turn.end(body["usage"].get("completion_tokens", 0))
-        return parts, made_by, held
+        turn.end(answer.completion_tokens)
+        return parts, answer.made_by, held
 
     async def _stream(self, asked: _Asked, digest: bytes | None) -> Response:
         forget = self._gateway.once.stream(asked.request, digest) if digest is not None else None

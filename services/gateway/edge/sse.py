@@ -10,24 +10,30 @@ import asyncio
 import functools
 from typing import Any
 
+import msgspec
 import orjson
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from motet.services.gateway.edge.http import SERVER_SEND
 from motet.services.gateway.openai import answers
+from motet.services.gateway.openai.schemas import ChatChunkChoice, ChatLogprobs, Delta, TextChunkChoice, TextLogprobs, Usage
 from motet.services.gateway.openai.texts import Prepared
 from motet.services.gateway.owner.detokenize import Detokenizer
+from motet.services.gateway.owner.encoding import encoded_at_once
 from motet.services.gateway.owner.made_by import MadeBy
 from motet.services.gateway.owner.stream import Signal, Stream, TextDelta
 from motet.shared.errors import MotetError
 from motet.shared.wire.request import unpack_tokens
+from motet.shared.wire.stream import TokenLogprobs
 
 GRACE_S = 30.0
 KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that stay silent; a prefill or a queue can be
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every client of server-sent events skips
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"
+_NOTHING = Delta()
 
 
 class SseResponse(Response):
@@ -41,7 +47,7 @@ class SseResponse(Response):
         self.headers["x-accel-buffering"] = "no"
         del self.headers["content-length"]
         self.headers.update(made_by.headers)
-        self._head = answers.head(prepared) | {"system_fingerprint": made_by.fingerprint}  # of every chunk
+        self._head = answers.chunk(prepared, [], system_fingerprint=made_by.fingerprint)  # of every chunk
         self._prepared, self._streams, self._signal, self._detokenizer = prepared, streams, signal, detokenizer
         self._gone = False
         self._sent = self._due = False  # something since the last beat; a keep-alive comment
@@ -122,12 +128,11 @@ class SseResponse(Response):
                         stream.take()  # raises what ended it
                         running.remove(i)
             except MotetError as error:
-                parts += (b"data: ", orjson.dumps(error.openai()), b"\n\n", DONE)
+                parts += (b"data: ", encoded_at_once(error.openai()), b"\n\n", DONE)
                 break
             if not running:
                 if self._usage:
-                    body = self._head | {"choices": [], "usage": answers.usage(self._prepared, self._streams)}
-                    parts += (b"data: ", orjson.dumps(body), b"\n\n")
+                    parts.append(self._event([], answers.usage(self._prepared, self._streams)))
                 parts.append(DONE)
                 break
             if not parts and self._due:
@@ -142,25 +147,34 @@ class SseResponse(Response):
     def _opening(self) -> list[bytes]:
         """Roles (chat) or echoed prompts (completions)."""
         parts: list[bytes] = []
+        said: Any
         for i, echo in enumerate(self._prepared.echoes):
-            prompt = {"prompt_token_ids": unpack_tokens(self._prepared.jobs[i].prompt)} if self._token_ids else {}
+            prompt = unpack_tokens(self._prepared.jobs[i].prompt) if self._token_ids else UNSET
             if self._prepared.chat:
-                parts.append(self._event(i, {"delta": {"role": "assistant", "content": ""}}, prompt))
-            elif echo or prompt:
-                parts.append(self._event(i, {"text": echo} | prompt))
+                said = ChatChunkChoice(index=i, delta=Delta(role="assistant", content=""))
+                parts.append(self._event([said], self._usage_so_far(), prompt_token_ids=prompt))
+            elif echo or prompt is not UNSET:
+                said = TextChunkChoice(index=i, text=echo, prompt_token_ids=prompt)
+                parts.append(self._event([said], self._usage_so_far()))
         return parts
 
-    def _event(self, choice: int, content: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
-        body = {"index": choice} | content | {"logprobs": None, "finish_reason": None}
-        event = self._head | {"choices": [body]} | (beside or {})
-        if self._usage:
-            event["usage"] = answers.usage(self._prepared, self._streams) if self._running_usage else None
-        return b"data: " + orjson.dumps(event) + b"\n\n"
+    def _event(self, choices: list[Any], usage: Usage | UnsetType | None, **more: Any) -> bytes:
+        body = msgspec.structs.replace(self._head, choices=choices, usage=usage, **more)
+        return b"data: " + encoded_at_once(body) + b"\n\n"
+
+    def _usage_so_far(self) -> Usage | UnsetType | None:
+        """The field `usage` of every chunk but the last."""
+        if not self._usage:
+            return UNSET
+        return answers.usage(self._prepared, self._streams) if self._running_usage else None
 
     def _frame(self, choice: int) -> tuple[bytes, bytes, bytes]:
         """The encoded bytes before, between and after the texts of unfinished chunks."""
-        content = {"delta": {"content": _MARK}} if self._prepared.chat else {"text": _MARK}
-        before, after = self._event(choice, content).split(orjson.dumps(_MARK))
+        if self._prepared.chat:
+            marked: Any = ChatChunkChoice(index=choice, delta=Delta(content=_MARK))
+        else:
+            marked = TextChunkChoice(index=choice, text=_MARK)
+        before, after = self._event([marked], self._usage_so_far()).split(orjson.dumps(_MARK))
         return before, after + before, after
 
     def _quick(self, i: int, texts: list[str]) -> tuple[bytes, ...]:
@@ -176,32 +190,35 @@ class SseResponse(Response):
 
         Returns nothing while it is undecided which kind of text it is.
         """
-        body: dict[str, Any] = {"index": i}
-        finish: str | None = delta.finish
+        finish: Any = delta.finish
+        stop_reason = UNSET if finish is None else delta.stop_reason
+        grown = Delta(content=delta.text) if delta.text or not finish else _NOTHING
         if self._parsers:
-            body["delta"] = self._parsers[i].delta(delta.text, last=finish is not None)
-            if not (body["delta"] or finish or self._logprobs or self._token_ids):
+            grown = self._parsers[i].delta(delta.text, last=finish is not None)
+            if grown == _NOTHING and not (finish or self._logprobs or self._token_ids):
                 return b""
             finish = finish and self._parsers[i].finish(finish)
-        elif self._prepared.chat:
-            body["delta"] = {"content": delta.text} if delta.text or not delta.finish else {}
-        else:
-            body["text"] = delta.text
-        body["logprobs"] = None
-        if delta.logprobs:
-            body["logprobs"] = answers.logprobs_body(
-                self._prepared, self._detokenizer, delta.tokens, delta.logprobs, self._offsets[i]
+        logprobs: Any = self._logprobs_of(i, delta.tokens, delta.logprobs) if delta.logprobs else None
+        tokens = self._new_tokens(i, delta) if self._token_ids else UNSET
+        if self._prepared.chat:
+            choice: Any = ChatChunkChoice(
+                index=i, delta=grown, logprobs=logprobs, token_ids=tokens, finish_reason=finish, stop_reason=stop_reason
             )
-            self._offsets[i] += sum(len(self._detokenizer.token_text(token)) for token in delta.tokens)
-        if self._token_ids:
-            begin, stream = self._told[i], self._streams[i]
-            # the last delta hides the token that ended the text; the others show all theirs
-            self._told[i] = len(stream.answered) if delta.finish else begin + len(delta.tokens)
-            body["token_ids"] = stream.answered[begin : self._told[i]]
-        body["finish_reason"] = finish
-        if delta.finish is not None:
-            body["stop_reason"] = delta.stop_reason
-        event = self._head | {"choices": [body]}
-        if self._usage:
-            event["usage"] = answers.usage(self._prepared, self._streams) if self._running_usage else None
-        return b"data: " + orjson.dumps(event) + b"\n\n"
+        else:
+            choice = TextChunkChoice(
+                index=i, text=delta.text, logprobs=logprobs, token_ids=tokens, finish_reason=finish, stop_reason=stop_reason
+            )
+        return self._event([choice], self._usage_so_far())
+
+    def _new_tokens(self, i: int, delta: TextDelta) -> list[int]:
+        """Token ids that no event has shown. The last delta hides the token that ended the text; the others show all theirs."""
+        begin, stream = self._told[i], self._streams[i]
+        self._told[i] = len(stream.answered) if delta.finish else begin + len(delta.tokens)
+        return stream.answered[begin : self._told[i]]
+
+    def _logprobs_of(self, i: int, tokens: list[int], logprobs: list[TokenLogprobs]) -> ChatLogprobs | TextLogprobs:
+        if self._prepared.chat:
+            return answers.chat_logprobs(self._prepared, self._detokenizer, tokens, logprobs)
+        told = answers.text_logprobs(self._prepared, self._detokenizer, tokens, logprobs, self._offsets[i])
+        self._offsets[i] += sum(len(self._detokenizer.token_text(token)) for token in tokens)
+        return told

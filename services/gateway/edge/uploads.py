@@ -26,6 +26,17 @@ from motet.shared.objects import Objects
 GRACE_S = 30.0
 BYTES_PER_S = 64 << 10
 UPLOAD_S = 3600.0
+FORM = {
+    "type": "object",
+    "required": ["name", "file"],
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 128, "description": "The adapter's name"},
+        "file": {"type": "string", "format": "binary", "description": "PEFT directory as zip, tar or gzipped tar"},
+        "replace": {"type": "string", "enum": ["true", "false"], "default": "false"},
+        "tenant": {"type": "string", "maxLength": 64, "description": "Tenant that the adapter belongs to; empty: shared"},
+    },
+}
+"""The JSON schema of the form."""
 
 
 class Form(NamedTuple):

@@ -10,14 +10,14 @@ import re
 from typing import Any
 
 import msgspec
-import orjson
 
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.openai import body_shape, protocol
+from motet.services.gateway.openai.decoding import KEYS, decode
 from motet.services.gateway.openai.prepare import SLO_FIELDS
 from motet.services.gateway.openai.texts import Prepared
 from motet.services.gateway.owner.encoding import LESS, encoded
-from motet.services.gateway.owner.made_by import MadeBy
+from motet.services.gateway.owner.made_by import Answer
 from motet.shared import subjects
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import AnswerTooLarge, BadRequest, DeadlineExceeded, MotetError, TooLarge
@@ -56,7 +56,7 @@ class DurableRequest:
             return
         try:
             body_shape.check(self.delivery.data)
-            self._fields = protocol.decode(self.delivery.data, protocol.KEYS)
+            self._fields = decode(self.delivery.data, KEYS)
         except BadRequest as error:
             self._problem = self._problem or error
             return
@@ -115,18 +115,19 @@ class DurableRequest:
             raise BadRequest("stream: true or false is expected", param="stream")
         return protocol.parse(msgspec.json.encode(fields)), {"class": "batch"} | slo, live
 
-    async def ok(self, answer: dict[str, Any], made_by: MadeBy, held: Part, bytes_max: int) -> bytes:
-        """The result that holds `answer`, the OpenAI response body, and what made it.
+    async def ok(self, answer: Answer, held: Part, bytes_max: int) -> bytes:
+        """The result that holds OpenAI's response body, and what made it.
 
         Raises AnswerTooLarge, or Overloaded (`owner.encoding.hold`).
         """
-        made = {"adapter": made_by.adapter or None, "base": made_by.base, "engine": made_by.engine}
-        result = {"request_id": self.request_id, "status": "ok", "made_by": made, "response": answer}
+        by = answer.made_by
+        made = {"adapter": by.adapter or None, "base": by.base, "engine": by.engine}
+        result = {"request_id": self.request_id, "status": "ok", "made_by": made, "response": answer.body}
         return b"".join(await encoded(result, held, bytes_max))
 
     def failed(self, error: MotetError) -> bytes:
         """The result of a request without an answer, with the reason."""
-        return orjson.dumps({"request_id": self.request_id, "status": "error", "error": error.openai()["error"]})
+        return msgspec.json.encode({"request_id": self.request_id, "status": "error", "error": error.openai().error})
 
     def dead_letter(self, error: MotetError) -> tuple[str, bytes, dict[str, str]]:
         """(subject, payload, headers): the original with the reason. A long original is cut, and the headers say so."""

@@ -33,7 +33,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-import orjson
 from prometheus_client import Counter, Gauge
 
 from motet.policies.tenant_shares import Part
@@ -43,6 +42,8 @@ from motet.services.gateway.openai import answers, texts
 from motet.services.gateway.openai.lanes import Lane
 from motet.services.gateway.openai.prepare import Origin, Preparer
 from motet.services.gateway.openai.texts import Prepared
+from motet.services.gateway.owner.encoding import encoded_at_once
+from motet.services.gateway.owner.made_by import Answer
 from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import TextDelta
 from motet.services.gateway.tenants.limits import Limits, Turn
@@ -319,16 +320,16 @@ class Intake:
         turn, held = self._limits.begin(request.tenant), Part(self._owner.answers, request.tenant)
         try:
             answer = await self._run_in(turn, request, held)
-            result = await request.ok(*answer, held, self._result_bytes_max)
+            result = await request.ok(answer, held, self._result_bytes_max)
         except BaseException:
             turn.fail()
             raise
         finally:
             held.release()
-        turn.end(answer.body["usage"]["completion_tokens"])
+        turn.end(answer.completion_tokens)
         return result
 
-    async def _run_in(self, turn: Turn, request: DurableRequest, held: Part) -> answers.Answer:
+    async def _run_in(self, turn: Turn, request: DurableRequest, held: Part) -> Answer:
         parsed, slo, live = await self._in_lane(request.delivery, request.parse)
         left_s = request.left_s()
         most_s = self._config.requests.request_timeout_s
@@ -359,7 +360,7 @@ class Intake:
         parsers = [prepared.parsing.open() if prepared.parsing else None for _ in prepared.jobs]
 
         async def publish(choice: int, delta: TextDelta) -> None:
-            await self._say(subject, orjson.dumps(answers.chunk(prepared, choice, delta, parsers[choice])))
+            await self._say(subject, encoded_at_once(answers.live_chunk(prepared, choice, delta, parsers[choice])))
 
         return publish
 

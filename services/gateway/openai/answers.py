@@ -1,12 +1,15 @@
-"""OpenAI's answer bodies: complete ones, and the parts that streamed chunks share with them. No HTTP here."""
+"""Makes OpenAI's answers (`schemas`): complete ones, and the parts that streamed chunks share with them. No HTTP here."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from motet.policies.tenant_shares import Part
+from motet.services.gateway.openai import schemas
 from motet.services.gateway.openai.output_parsers import AnswerParser
 from motet.services.gateway.openai.texts import Prepared
 from motet.services.gateway.owner.detokenize import Detokenizer
@@ -68,25 +71,23 @@ async def collect(owner: Owner, prepared: Prepared, held: Part, *, on_delta: OnD
     finally:
         for stream in streams:
             stream.cancel()
-    made_by = owner.made_by(streams[0])
-    choices, breath = list[dict[str, Any]](), Breath()
+    choices, breath = list[Any](), Breath()
     for i, one in enumerate(gathered):
         choices.append(one.choice(prepared, streams[i], i, owner.detokenizer))
         await breath.take()
-    body = {
-        "id": prepared.request_id,
-        "object": "chat.completion" if prepared.chat else "text_completion",
-        "created": prepared.created_s,
-        "model": prepared.model,
-        "system_fingerprint": made_by.fingerprint,
-        "choices": choices,
-        "usage": usage(prepared, streams),
-    }
-    if prepared.request.return_token_ids:
-        add_token_ids(prepared, body, streams)
-    if prepared.request.prompt_logprobs is not None:
-        add_prompt_logprobs(prepared, body, streams, owner.detokenizer)
-    return Answer(body, made_by)
+    made_by, used = owner.made_by(streams[0]), usage(prepared, streams)
+    told = _of_prompt(prepared, streams[0], owner.detokenizer) if prepared.chat else {}  # a text's choices have it
+    kind: type[schemas.ChatCompletion | schemas.Completion] = schemas.ChatCompletion if prepared.chat else schemas.Completion
+    body = kind(
+        id=prepared.request_id,
+        created=prepared.created_s,
+        model=prepared.model,
+        system_fingerprint=made_by.fingerprint,
+        choices=choices,
+        usage=used,
+        **told,
+    )
+    return Answer(body, made_by, used.completion_tokens)
 
 
 class _Gathered:
@@ -110,135 +111,132 @@ class _Gathered:
         self.logprobs += delta.logprobs or []
         self.last = delta
 
-    def choice(self, prepared: Prepared, stream: Stream, index: int, detokenizer: Detokenizer) -> dict[str, Any]:
+    def choice(
+        self, prepared: Prepared, stream: Stream, index: int, detokenizer: Detokenizer
+    ) -> schemas.ChatChoice | schemas.TextChoice:
+        """The choice that was gathered."""
         assert self.last is not None
         text = "".join(self.texts)
+        finish: Any = self.last.finish
+        told: dict[str, Any] = {"index": index, "stop_reason": self.last.stop_reason}
+        if prepared.request.return_token_ids:
+            told["token_ids"] = stream.answered
         wanted = prepared.jobs[index].sampling.logprobs is not None
-        tokens, scores = self.tokens, list[TokenLogprobs | None](self.logprobs)
-        if wanted and not prepared.chat and prepared.echoes[index]:  # the prompt's come first
-            tokens = unpack_tokens(stream.job.prompt) + tokens
-            scores = (stream.prompt_logprobs or [None] * stream.job.prompt_tokens) + scores
-        logprobs = logprob_rows(prepared, detokenizer, tokens, scores) if wanted else None
-        finish: str = self.last.finish or ""
-        body: dict[str, Any] = {"index": index}
+        if not prepared.chat:
+            scores = self._text_logprobs(prepared, stream, index, detokenizer) if wanted else None
+            told |= _of_prompt(prepared, stream, detokenizer)
+            return schemas.TextChoice(text=text, logprobs=scores, finish_reason=finish, **told)
+        shown = schemas.ChatMessage(content=text)
         if prepared.parsing is not None:
             parser = prepared.parsing.open()
-            body["message"] = message(parser, text)
-            finish = parser.finish(finish)
-        else:
-            body |= {"message": {"role": "assistant", "content": text}} if prepared.chat else {"text": text}
-        return body | {"logprobs": logprobs, "finish_reason": finish, "stop_reason": self.last.stop_reason}
+            shown, finish = message(parser, text), parser.finish(finish)
+        named = chat_logprobs(prepared, detokenizer, self.tokens, self.logprobs) if wanted else None
+        return schemas.ChatChoice(message=shown, logprobs=named, finish_reason=finish, **told)
+
+    def _text_logprobs(self, prepared: Prepared, stream: Stream, index: int, detokenizer: Detokenizer) -> schemas.TextLogprobs:
+        tokens, scores = self.tokens, list[TokenLogprobs | None](self.logprobs)
+        if prepared.echoes[index]:  # the prompt's come first
+            tokens = unpack_tokens(stream.job.prompt) + tokens
+            scores = (stream.prompt_logprobs or [None] * stream.job.prompt_tokens) + scores
+        return text_logprobs(prepared, detokenizer, tokens, scores)
 
 
-def message(parser: AnswerParser, text: str) -> dict[str, Any]:
+def message(parser: AnswerParser, text: str) -> schemas.ChatMessage:
     """The assistant's message that the whole `text` is."""
     parts = parser.push(text, last=True)
-    body: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
-    if parts.reasoning:
-        body["reasoning"] = parts.reasoning
-    if parts.calls:
-        body["tool_calls"] = [parser.body_of(call) for call in parts.calls]
-    return body
+    return schemas.ChatMessage(
+        content=parts.content or (None if parts.calls else ""),
+        reasoning=parts.reasoning or UNSET,
+        tool_calls=[schemas.ToolCall(id=parser.new_id(), function=call) for call in parts.calls] or UNSET,
+    )
 
 
-def add_token_ids(prepared: Prepared, body: dict[str, Any], streams: list[Stream]) -> None:
-    """Add `return_token_ids` to a whole answer: the tokens of each choice, ending tokens included, and of the prompts."""
-    for choice, stream in zip(body["choices"], streams, strict=True):
-        choice["token_ids"] = stream.answered
-        if not prepared.chat:
-            choice["prompt_token_ids"] = unpack_tokens(stream.job.prompt)
-    if prepared.chat:
-        body["prompt_token_ids"] = unpack_tokens(prepared.jobs[0].prompt)
+def _of_prompt(prepared: Prepared, stream: Stream, detokenizer: Detokenizer) -> dict[str, Any]:
+    """What a whole answer tells of a prompt: `return_token_ids`, and `prompt_logprobs` in vLLM's shape."""
+    request, told = prepared.request, dict[str, Any]()
+    if request.return_token_ids:
+        told["prompt_token_ids"] = unpack_tokens(stream.job.prompt)
+    if request.prompt_logprobs is not None:
+        prompt, known = unpack_tokens(stream.job.prompt), stream.prompt_logprobs or []
+        told["prompt_logprobs"] = _scored_rows(detokenizer, prompt, known, request.prompt_logprobs)
+    return told
 
 
-def add_prompt_logprobs(prepared: Prepared, body: dict[str, Any], streams: list[Stream], detokenizer: Detokenizer) -> None:
-    """Add `prompt_logprobs` to a whole answer, in vLLM's shape: for each prompt token a map from token id to its
-    log-probability and rank.
-    """
-    rivals = prepared.request.prompt_logprobs or 0
-    for stream, choice in zip(streams, body["choices"], strict=True):
-        known = stream.prompt_logprobs or []
-        told = _scored_rows(detokenizer, unpack_tokens(stream.job.prompt), known, rivals)
-        if prepared.chat:
-            body["prompt_logprobs"] = told
-            return
-        choice["prompt_logprobs"] = told
-
-
-def _scored_rows(detokenizer: Detokenizer, prompt: list[int], known: list[TokenLogprobs | None], rivals: int) -> Rows:
-    def make(begin: int, end: int) -> list[Any]:
+def _scored_rows(
+    detokenizer: Detokenizer, prompt: list[int], known: list[TokenLogprobs | None], rivals: int
+) -> Rows[dict[str, schemas.PromptLogprob] | None]:
+    def make(begin: int, end: int) -> list[dict[str, schemas.PromptLogprob] | None]:
         return [_scored(detokenizer, t, lp, rivals) for t, lp in zip(prompt[begin:end], known[begin:end], strict=True)]
 
     return Rows(min(len(prompt), len(known)), make)
 
 
-def _scored(detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs | None, rivals: int) -> dict[str, Any] | None:
+def _scored(
+    detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs | None, rivals: int
+) -> dict[str, schemas.PromptLogprob] | None:
     if logprobs is None:
         return None
     ranks = {one: rank for rank, one in enumerate(logprobs.top_ids, 1)}
     known = {token: logprobs.logprob} | dict(zip(logprobs.top_ids[:rivals], logprobs.top_logprobs, strict=False))
     return {
-        str(one): {"logprob": _finite(logprob), "rank": ranks.get(one), "decoded_token": detokenizer.token_text(one)}
+        str(one): schemas.PromptLogprob(
+            logprob=_finite(logprob), rank=ranks.get(one), decoded_token=detokenizer.token_text(one)
+        )
         for one, logprob in known.items()
     }
 
 
-def usage(prepared: Prepared, streams: list[Stream]) -> dict[str, Any]:
+def usage(prepared: Prepared, streams: list[Stream]) -> schemas.Usage:
     """Token counts of the whole request so far, as OpenAI reports them."""
     completion = sum(len(stream.answered) for stream in streams)
     cached = max((stream.cached_tokens for stream in streams), default=0)
     prompt = sum(stream.prompt_tokens for stream in streams[:: prepared.request.n or 1])
-    body: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-    if cached:
-        body["prompt_tokens_details"] = {"cached_tokens": cached}
-    return body
+    return schemas.Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=schemas.CachedTokens(cached_tokens=cached) if cached else UNSET,
+    )
 
 
-def head(prepared: Prepared) -> dict[str, Any]:
-    """The fields that all streamed chunks of an answer share."""
-    return {
-        "id": prepared.request_id,
-        "object": "chat.completion.chunk" if prepared.chat else "text_completion",
-        "created": prepared.created_s,
-        "model": prepared.model,
-    }
+def chunk(prepared: Prepared, choices: list[Any], **more: Any) -> schemas.ChatChunk | schemas.TextChunk:
+    """A streamed chunk with these choices. `more`: those of its other fields that are sent."""
+    kind: type[schemas.ChatChunk | schemas.TextChunk] = schemas.ChatChunk if prepared.chat else schemas.TextChunk
+    return kind(id=prepared.request_id, created=prepared.created_s, model=prepared.model, choices=choices, **more)
 
 
-def chunk(prepared: Prepared, choice: int, delta: TextDelta, parser: AnswerParser | None = None) -> dict[str, Any]:
+def live_chunk(
+    prepared: Prepared, choice: int, delta: TextDelta, parser: AnswerParser | None = None
+) -> schemas.ChatChunk | schemas.TextChunk:
     """A delta as the streamed chunk that OpenAI clients know, without log-probabilities. `parser`: the choice's own."""
-    body: dict[str, Any] = {"index": choice}
-    finish: str | None = delta.finish
+    finish: Any = delta.finish
+    if not prepared.chat:
+        return chunk(prepared, [schemas.TextChunkChoice(index=choice, text=delta.text, finish_reason=finish)])
+    grown = schemas.Delta(content=delta.text)
     if parser is not None:
-        body["delta"] = parser.delta(delta.text, last=finish is not None)
+        grown = parser.delta(delta.text, last=finish is not None)
         finish = finish and parser.finish(finish)
-    else:
-        body |= {"delta": {"content": delta.text}} if prepared.chat else {"text": delta.text}
-    return head(prepared) | {"choices": [body | {"logprobs": None, "finish_reason": finish}]}
+    return chunk(prepared, [schemas.ChatChunkChoice(index=choice, delta=grown, finish_reason=finish)])
 
 
-def logprobs_body(
-    prepared: Prepared, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
-) -> dict[str, Any]:
-    """Log-probabilities in the shape of the endpoint. `offset`: where the text of the first token begins (completions)."""
-    rows = logprob_rows(prepared, detokenizer, tokens, logprobs, offset)
-    return {name: column and column.make(0, column.count) for name, column in rows.items()}
+def chat_logprobs(
+    prepared: Prepared, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs]
+) -> schemas.ChatLogprobs:
+    """Log-probabilities of a chat, made while they are encoded."""
+    rivals = prepared.jobs[0].sampling.logprobs or 0
+
+    def content(begin: int, end: int) -> list[schemas.TokenLogprob]:
+        pairs = zip(tokens[begin:end], logprobs[begin:end], strict=False)
+        return [_chat_token(detokenizer, token, lp, rivals) for token, lp in pairs]
+
+    return schemas.ChatLogprobs(content=Rows(min(len(tokens), len(logprobs)), content))
 
 
-def logprob_rows(
+def text_logprobs(
     prepared: Prepared, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int = 0
-) -> dict[str, Rows | None]:
-    """The same, with arrays that are made while they are encoded."""
+) -> schemas.TextLogprobs:
+    """Log-probabilities of a completion, made while they are encoded. `offset`: where the text of the first token begins."""
     rivals, name_of = prepared.jobs[0].sampling.logprobs or 0, detokenizer.token_text
-
-    def pairs(begin: int, end: int) -> Iterator[tuple[int, TokenLogprobs | None]]:
-        return zip(tokens[begin:end], logprobs[begin:end], strict=False)
-
-    def content(begin: int, end: int) -> list[Any]:
-        return [_chat_token(detokenizer, token, lp, rivals) for token, lp in pairs(begin, end) if lp is not None]
 
     def offsets(begin: int, end: int) -> list[int]:
         nonlocal offset
@@ -260,30 +258,31 @@ def logprob_rows(
             if lp is None
             else {name_of(t): _finite(p) for t, p in zip(lp.top_ids[:rivals], lp.top_logprobs, strict=False)}
             | {name_of(token): _finite(lp.logprob)}
-            for token, lp in pairs(begin, end)
+            for token, lp in zip(tokens[begin:end], logprobs[begin:end], strict=False)
         ]
 
-    if prepared.chat:
-        return {"content": Rows(min(len(tokens), len(logprobs)), content)}
-    return {
-        "text_offset": Rows(len(tokens), offsets),
-        "token_logprobs": Rows(len(logprobs), scores),
-        "tokens": Rows(len(tokens), names),
-        "top_logprobs": Rows(min(len(tokens), len(logprobs)), tops) if rivals else None,
-    }
+    return schemas.TextLogprobs(
+        text_offset=Rows(len(tokens), offsets),
+        token_logprobs=Rows(len(logprobs), scores),
+        tokens=Rows(len(tokens), names),
+        top_logprobs=Rows(min(len(tokens), len(logprobs)), tops) if rivals else None,
+    )
 
 
-def _chat_token(detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs, rivals: int) -> dict[str, Any]:
+def _chat_token(detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs, rivals: int) -> schemas.TokenLogprob:
     top = zip(logprobs.top_ids[:rivals], logprobs.top_logprobs, strict=False)
-    return _named(detokenizer, token, logprobs.logprob) | {"top_logprobs": [_named(detokenizer, t, p) for t, p in top]}
+    return schemas.TokenLogprob(
+        token=detokenizer.token_text(token),
+        logprob=_finite(logprobs.logprob),
+        bytes=list(detokenizer.token_bytes(token)),
+        top_logprobs=[_named(detokenizer, t, p) for t, p in top],
+    )
 
 
-def _named(detokenizer: Detokenizer, token: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": detokenizer.token_text(token),
-        "logprob": _finite(logprob),
-        "bytes": list(detokenizer.token_bytes(token)),
-    }
+def _named(detokenizer: Detokenizer, token: int, logprob: float) -> schemas.NamedLogprob:
+    return schemas.NamedLogprob(
+        token=detokenizer.token_text(token), logprob=_finite(logprob), bytes=list(detokenizer.token_bytes(token))
+    )
 
 
 def _finite(logprob: float) -> float:

@@ -14,17 +14,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+import orjson
+from msgspec import UNSET, Meta
 
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.openai import fields, protocol
+from motet.services.gateway.openai.decoding import known
 from motet.services.gateway.openai.prepare import Origin, Preparer
+from motet.services.gateway.openai.schemas import CachedTokens, Embedding, Embeddings, InputUsage
 from motet.services.gateway.owner.encoding import Rows, hold
 from motet.services.gateway.owner.made_by import Answer
 from motet.services.gateway.owner.owner import Owner
 from motet.services.gateway.owner.stream import Job, Stream
 from motet.shared.clock import now_s
-from motet.shared.errors import MotetError, Overloaded
+from motet.shared.errors import BadRequest, MotetError, Overloaded
 from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams
 from motet.shared.wire.request import pack_tokens
 
@@ -45,9 +48,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
             extra_json_schema=protocol.prompt_schema(INPUTS_MAX),
         ),
     ]
-    model: (
-        Annotated[str, Meta(description="The base model, an adapter, or `base:adapter`; by default the base model.")] | None
-    ) = None
+    model: protocol.ModelName | None = None
     encoding_format: (
         Annotated[
             Literal["float", "base64"],
@@ -77,15 +78,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         ]
         | None
     ) = None
-    priority: (
-        Annotated[int, Meta(ge=0, le=1 << 31, description="Requests with a smaller number run first on their worker.")] | None
-    ) = None
-    cache_salt: (
-        Annotated[
-            str, Meta(min_length=1, max_length=1024, description="Share cached prefixes only with requests of the same salt.")
-        ]
-        | None
-    ) = None
+    priority: protocol.Priority | None = None
+    cache_salt: protocol.CacheSalt | None = None
     request_id: protocol.RequestId | None = None
 
     stream: ClassVar[bool] = False
@@ -113,9 +107,9 @@ _decoder = msgspec.json.Decoder(EmbeddingRequest)
 
 def parse(body: bytes) -> EmbeddingRequest:
     """An embedding request. Raises BadRequest naming the field, or saying that it is not JSON."""
-    request: EmbeddingRequest = protocol.known(body, _decoder, fields.EMBEDDING)
+    request: EmbeddingRequest = known(body, _decoder, fields.EMBEDDING)
     if request.truncate_prompt_tokens == 0:
-        raise protocol.BadRequest("truncate_prompt_tokens leaves no token of the input", param="truncate_prompt_tokens")
+        raise BadRequest("truncate_prompt_tokens leaves no token of the input", param="truncate_prompt_tokens")
     return request
 
 
@@ -184,20 +178,17 @@ async def collect(owner: Owner, prepared: PreparedEmbeddings, held: Part) -> Ans
         raise
     encode = _base64 if prepared.request.encoding_format == "base64" else _numbers
 
-    def made(begin: int, end: int) -> list[Any]:
-        shown = enumerate(streams[begin:end], begin)
-        return [{"object": "embedding", "index": i, "embedding": encode(stream.embedding)} for i, stream in shown]
+    def made(begin: int, end: int) -> list[Embedding]:
+        return [Embedding(index=i, embedding=encode(stream.embedding)) for i, stream in enumerate(streams[begin:end], begin)]
 
     hold(held, sum(len(stream.embedding) for stream in streams))
-    body: dict[str, Any] = {
-        "object": "list",
-        "model": prepared.model,
-        "data": Rows(len(streams), made),
-        "usage": {"prompt_tokens": prepared.prompt_tokens, "total_tokens": prepared.prompt_tokens},
-    }
-    if cached := sum(stream.cached_tokens for stream in streams):
-        body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
-    return Answer(body, owner.made_by(streams[0]))
+    cached = sum(stream.cached_tokens for stream in streams)
+    used = InputUsage(
+        prompt_tokens=prepared.prompt_tokens,
+        total_tokens=prepared.prompt_tokens,
+        prompt_tokens_details=CachedTokens(cached_tokens=cached) if cached else UNSET,
+    )
+    return Answer(Embeddings(model=prepared.model, data=Rows(len(streams), made), usage=used), owner.made_by(streams[0]))
 
 
 async def _open(owner: Owner, job: Job, deadline_s: float) -> Stream:
@@ -225,4 +216,4 @@ def _base64(embedding: bytes) -> str:
 
 
 def _numbers(embedding: bytes) -> Any:
-    return np.frombuffer(embedding, "<f4")
+    return msgspec.Raw(orjson.dumps(np.frombuffer(embedding, "<f4"), option=orjson.OPT_SERIALIZE_NUMPY))

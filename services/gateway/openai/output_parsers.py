@@ -23,8 +23,10 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from motet.services.gateway.openai import arguments
+from motet.services.gateway.openai.schemas import Call, ChatFinish, Delta, Finish, ToolCallDelta
 
 THINK = ("<think>", "</think>")
 _TOOL_CALL = ("<tool_call>", "</tool_call>")
@@ -34,13 +36,6 @@ _MISTRAL_CALL = re.compile(r"([A-Za-z0-9_.-]+)(?:\[CALL_ID\][A-Za-z0-9]+)?(?:\[A
 _SEPARATORS = re.compile(r"[\s;,]*")
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _ID_CHARACTERS = string.ascii_letters + string.digits
-
-
-class Call(msgspec.Struct, frozen=True):
-    """A tool call; `arguments` is the text of a JSON object."""
-
-    name: str
-    arguments: str
 
 
 class Parts(msgspec.Struct):
@@ -101,27 +96,22 @@ class AnswerParser:
         shown = parts.reasoning if self._parsing.shows_reasoning else ""
         return Parts(rest.content, shown, calls)
 
-    def delta(self, text: str, *, last: bool = False) -> dict[str, Any]:
-        """`push` with the result as the fields of OpenAI's delta; empty when nothing is certain yet."""
+    def delta(self, text: str, *, last: bool = False) -> Delta:
+        """`push` with the result as OpenAI's delta; empty when nothing is certain yet."""
         begin = self._index
         parts = self.push(text, last=last)
-        body: dict[str, Any] = {"reasoning": parts.reasoning} if parts.reasoning else {}
-        body |= {"content": parts.content} if parts.content else {}
-        calls = [{"index": begin + i} | self.body_of(call) for i, call in enumerate(parts.calls)]
-        return body | ({"tool_calls": calls} if calls else {})
+        calls = [ToolCallDelta(index=i, id=self.new_id(), function=call) for i, call in enumerate(parts.calls, begin)]
+        return Delta(reasoning=parts.reasoning or UNSET, content=parts.content or UNSET, tool_calls=calls or UNSET)
 
-    def finish(self, reason: str) -> str:
+    def finish(self, reason: Finish) -> ChatFinish:
         """OpenAI's finish reason."""
         return "tool_calls" if self.called and reason == "stop" else reason
 
-    def body_of(self, call: Call) -> dict[str, Any]:
-        """The call as OpenAI shows it, with a new id."""
-        short = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9)) if self._parsing.short_ids else ""
-        return {
-            "id": short or f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
+    def new_id(self) -> str:
+        """An id for a call."""
+        if self._parsing.short_ids:
+            return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
 
     def _without_reasoning(self, text: str, last: bool) -> Parts:
         parts = Parts()

@@ -6,16 +6,14 @@ Any other field is refused by name. Durable requests over NATS carry the same bo
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from motet.services.gateway.openai import conversation, fields, structured
-from motet.services.gateway.openai.nesting import TOO_DEEP, check_depth, deep_field
+from motet.services.gateway.openai.decoding import KEYS, decode, known
+from motet.services.gateway.openai.nesting import check_depth
 from motet.services.gateway.openai.structured import ResponseFormat, StructuredOutputs, Text
 from motet.shared.errors import BadRequest
 from motet.shared.generation_config import MaxTokens, MinP, RepetitionPenalty, Temperature, TopK, TopP
@@ -32,7 +30,6 @@ STOP_TOKENS_MAX = 1024
 ALLOWED_TOKENS_MAX = 16_384
 BAD_WORDS_MAX = 128
 BAD_WORD_CHARS_MAX = 256
-DETOKENIZE_MAX = 1 << 18
 MESSAGES_MAX = 4096
 TOOLS_MAX = 256
 
@@ -48,6 +45,12 @@ RequestId = Annotated[
         description="The id of the answer, after a prefix; the header X-Request-Id takes precedence.",
     ),
 ]
+ModelName = Annotated[str, Meta(description="The base model, an adapter, or `base:adapter`; by default the base model.")]
+Priority = Annotated[int, Meta(ge=0, le=1 << 31, description="Requests with a smaller number run first on their worker.")]
+CacheSalt = Annotated[
+    str, Meta(min_length=1, max_length=1024, description="Share cached prefixes only with requests of the same salt.")
+]
+Message = Annotated[dict[str, Any], Meta(extra_json_schema=conversation.SCHEMA)]
 Adapter = Annotated[str, Meta(description="Name of the adapter; `model` may then be missing or the base model's name.")]
 _CONSTRAINED = "needs an engine that serves structured outputs"
 
@@ -101,9 +104,7 @@ class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of both kinds of requests."""
 
-    model: (
-        Annotated[str, Meta(description="The base model, an adapter, or `base:adapter`; by default the base model.")] | None
-    ) = None
+    model: ModelName | None = None
     stream: Annotated[bool, Meta(description="Send tokens as server-sent events.")] | None = False
     stream_options: Annotated[StreamOptions | None, Meta(description="Only with stream.")] = None
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX, description="Choices per prompt.")] | None = None
@@ -117,12 +118,10 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[Temperature, Meta(description="Sampling temperature; 0: greedy.")] | None = None
     top_p: Annotated[TopP, Meta(description="Nucleus sampling: total probability of the tokens to draw from.")] | None = None
     presence_penalty: (
-        Annotated[float, Meta(ge=-2, le=2, description="Subtracted from the logit of each token that is in the output.")] | None
+        Annotated[Penalty, Meta(description="Subtracted from the logit of each token that is in the output.")] | None
     ) = None
     frequency_penalty: (
-        Annotated[
-            float, Meta(ge=-2, le=2, description="Subtracted from a token's logit for each of its occurrences in the output.")
-        ]
+        Annotated[Penalty, Meta(description="Subtracted from a token's logit for each of its occurrences in the output.")]
         | None
     ) = None
     logit_bias: (
@@ -195,13 +194,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         | None
     ) = None
     return_token_ids: Annotated[bool, Meta(description="Add `token_ids` to choices and `prompt_token_ids`.")] | None = None
-    priority: (
-        Annotated[
-            int,
-            Meta(ge=0, le=1 << 31, description="Requests with a smaller number run first on their worker."),
-        ]
-        | None
-    ) = None
+    priority: Priority | None = None
     prompt_logprobs: (
         Annotated[
             int,
@@ -218,12 +211,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         StructuredOutputs | None,
         Meta(description=f"One of json, regex, choice, grammar, json_object and structural_tag, and options ({_CONSTRAINED})."),
     ] = None
-    cache_salt: (
-        Annotated[
-            str, Meta(min_length=1, max_length=1024, description="Share cached prefixes only with requests of the same salt.")
-        ]
-        | None
-    ) = None
+    cache_salt: CacheSalt | None = None
     request_id: RequestId | None = None
     # SGLang
     regex: Annotated[Text, Meta(description=f"Regular expression for the whole output ({_CONSTRAINED}).")] | None = None
@@ -281,7 +269,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[
-        list[Annotated[dict[str, Any], Meta(extra_json_schema=conversation.SCHEMA)]],
+        list[Message],
         Meta(
             min_length=1,
             max_length=MESSAGES_MAX,
@@ -289,8 +277,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         ),
     ]
     max_completion_tokens: (
-        Annotated[int, Meta(ge=1, le=1 << 31, description="OpenAI's newer name of max_tokens; takes precedence over it.")]
-        | None
+        Annotated[Count, Meta(description="OpenAI's newer name of max_tokens; takes precedence over it.")] | None
     ) = None
     logprobs: Annotated[bool, Meta(description="Return log-probabilities of the drawn tokens.")] | None = False
     top_logprobs: (
@@ -442,34 +429,6 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         return prompts_of(self.prompt, "prompt", most=SEQUENCES_MAX)
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's POST /tokenize: a prompt or messages."""
-
-    model: Annotated[str, Meta(description="All models here share one tokenizer; a name must exist.")] | None = None
-    prompt: Annotated[str, Meta(description="Text to tokenize; or use `messages`.")] | None = None
-    messages: (
-        Annotated[
-            list[Annotated[dict[str, Any], Meta(extra_json_schema=conversation.SCHEMA)]],
-            Meta(min_length=1, max_length=MESSAGES_MAX, description="Conversation to tokenize; or use `prompt`."),
-        ]
-        | None
-    ) = None
-    add_special_tokens: (
-        Annotated[bool, Meta(description="Let the tokenizer add its special tokens (default: prompt yes, messages no).")] | None
-    ) = None
-    add_generation_prompt: Annotated[bool, Meta(description="End the prompt with the template's start of an answer.")] = True
-    continue_final_message: Annotated[bool, Meta(description="Do not close the last message.")] = False
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables for the chat template.")] | None = None
-    return_token_strs: Annotated[bool, Meta(description="Also return the tokens as text.")] | None = False
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's POST /detokenize."""
-
-    model: Annotated[str, Meta(description="All models here share one tokenizer; a name must exist.")] | None = None
-    tokens: Annotated[list[TokenId], Meta(max_length=DETOKENIZE_MAX, description="Token ids.")]
-
-
 def prompts_of(given: Any, param: str, *, most: int) -> list[str | list[int]]:
     """One or several prompts, as text or token ids. Raises BadRequest naming `param`, also for more than `most`."""
     if isinstance(given, str):
@@ -489,8 +448,6 @@ def prompts_of(given: Any, param: str, *, most: int) -> list[str | list[int]]:
 
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
-_tokenize = msgspec.json.Decoder(TokenizeRequest)
-_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -507,21 +464,6 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return request
 
 
-def parse_tokenize(body: bytes) -> TokenizeRequest:
-    """What to tokenize. Raises BadRequest naming the field, or saying that it is not JSON."""
-    request: TokenizeRequest = known(body, _tokenize, fields.TOKENIZE)
-    if (request.prompt is None) == (request.messages is None):
-        raise BadRequest("expected one of `prompt` and `messages`", param="prompt")
-    check_depth(request.chat_template_kwargs, "chat_template_kwargs")
-    return request
-
-
-def parse_detokenize(body: bytes) -> DetokenizeRequest:
-    """What to detokenize. Raises BadRequest naming the field, or saying that it is not JSON."""
-    request: DetokenizeRequest = decode(body, _detokenize)
-    return request
-
-
 def parse(body: bytes) -> ChatRequest | CompletionRequest:
     """A chat request if the body has `messages`, a completion request if it has `prompt`."""
     keys = decode(body, KEYS)
@@ -530,54 +472,6 @@ def parse(body: bytes) -> ChatRequest | CompletionRequest:
     if "prompt" in keys:
         return parse_completion(body)
     raise BadRequest("the request has neither `messages` nor `prompt`", param="messages")
-
-
-KEYS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_AT = re.compile(r"^(.*?) - at (?:`key` in )?`\$\.?(.*?)`$", re.DOTALL)
-_REASON_CHARS_MAX = 4096  # a field's name may have megabytes
-_MISSING = re.compile(r"missing required field `(\w+)`")
-_UNKNOWN = re.compile(r"contains unknown field `(.*?)`", re.DOTALL)
-
-
-class _UnknownField(BadRequest):
-    """A field of the body itself that its struct does not have."""
-
-
-def known(body: bytes, decoder: Any, unserved: Mapping[str, fields.Unserved]) -> Any:
-    """`body` by `decoder`, where it may also have harmless fields of `unserved`."""
-    try:
-        return decode(body, decoder)
-    except _UnknownField:
-        served = fields.check(decode(body, KEYS), unserved)
-    try:
-        return decode(msgspec.json.encode(served), decoder)
-    except _UnknownField as error:
-        close = get_close_matches((error.param or "")[:64], decoder.type.__struct_encode_fields__, n=1, cutoff=0.75)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise BadRequest(error.message + hint, param=error.param) from None
-
-
-def decode(body: bytes, decoder: Any) -> Any:
-    """`body` by a msgspec JSON decoder. Raises BadRequest with the field in `param`."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        if len(text) > _REASON_CHARS_MAX:
-            text = text[:_REASON_CHARS_MAX] + "`" + text[-_REASON_CHARS_MAX:].partition("`")[2]
-        found = _AT.match(text)
-        reason, param = (found[1], found[2].replace("[...]", "")) if found else (text, "")
-        if unknown := _UNKNOWN.search(reason):
-            name = f"{param}.{unknown[1]}" if param else unknown[1]
-            raise (BadRequest if param else _UnknownField)(f"{name}: there is no such field", param=name) from None
-        if missing := _MISSING.search(reason):
-            param = f"{param}.{missing[1]}" if param else missing[1]
-        raise BadRequest(f"{param}: {reason}" if param else reason, param=param or None) from None
-    except RecursionError:
-        field = deep_field(body)
-        raise BadRequest(f"{field or 'the request body'}: {TOO_DEEP}", param=field) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the request body is not valid JSON: {error}") from None
 
 
 def _unsupported(name: str, detail: str = "") -> BadRequest:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
 
-import orjson
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +19,7 @@ from motet.policies.tenant_shares import Part
 from motet.shared.clock import now_s
 from motet.shared.errors import AnswerTooLarge, Overloaded
 
+T = TypeVar("T")
 ANSWERS_BYTES_MAX = 256 << 20  # of all answers that are being made or sent
 ANSWER_BYTES_MAX = 128 << 20
 SLICE = 64  # items that are made and encoded at once: some milliseconds with 20 log-probabilities each
@@ -26,14 +27,30 @@ SEND_BYTES = 64 << 10  # small parts are sent together
 BUSY_S = 0.002  # then other tasks have their turn
 LESS = "ask for fewer tokens, choices or log-probabilities"
 _MARK = secrets.token_hex(16)  # no client can guess it, so it is in no text
-_QUOTED = orjson.dumps(_MARK)
+_encoder = msgspec.json.Encoder(enc_hook=list)
+_QUOTED = msgspec.json.encode(_MARK)
 
 
-class Rows:
-    """A JSON array of `count` items. `make(begin, end)` is called once for each slice, in order."""
+class Rows(Collection[T]):
+    """An array of `count` items. `make(begin, end)` is called once for each slice, in order, while the array is encoded."""
 
-    def __init__(self, count: int, make: Callable[[int, int], list[Any]]) -> None:
-        self.count, self.make = count, make
+    def __init__(self, count: int, make: Callable[[int, int], list[T]]) -> None:
+        self._count, self._make = count, make
+
+    def slices(self) -> Iterator[list[T]]:
+        """The items, at most `SLICE` at a time."""
+        for begin in range(0, self._count, SLICE):
+            yield self._make(begin, min(begin + SLICE, self._count))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[T]:
+        for items in self.slices():
+            yield from items
+
+    def __contains__(self, item: object) -> bool:
+        return any(one == item for one in self)
 
 
 class Breath:
@@ -57,9 +74,14 @@ def hold(held: Part, size: int) -> None:
         raise Overloaded(f"this tenant's other answers have not been sent yet; {LESS}", retry_after_s=1.0)
 
 
-async def encoded(body: dict[str, Any], held: Part, bytes_max: int = ANSWER_BYTES_MAX) -> list[bytes]:
+def encoded_at_once(body: msgspec.Struct) -> bytes:
+    """The JSON of a small body; its `Rows` become lists."""
+    return _encoder.encode(body)
+
+
+async def encoded(body: msgspec.Struct | dict[str, Any], held: Part, bytes_max: int = ANSWER_BYTES_MAX) -> list[bytes]:
     """The JSON of `body` in parts. Raises AnswerTooLarge as soon as they have more than `bytes_max`, and as `hold`."""
-    waiting: list[Rows] = []
+    waiting: list[Rows[Any]] = []
     size = 0
 
     def add(part: bytes) -> None:
@@ -76,14 +98,16 @@ async def encoded(body: dict[str, Any], held: Part, bytes_max: int = ANSWER_BYTE
         waiting.append(value)
         return _MARK
 
-    between = orjson.dumps(body, default=mark, option=orjson.OPT_SERIALIZE_NUMPY).split(_QUOTED)
+    between = msgspec.json.encode(body, enc_hook=mark).split(_QUOTED)
     parts, breath = list[bytes](), Breath()
     add(between[0])
     for rows, after in zip(waiting, between[1:], strict=True):
         add(b"[")
-        for begin in range(0, rows.count, SLICE):
-            items = orjson.dumps(rows.make(begin, min(begin + SLICE, rows.count)), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-            add(b"," + items if begin and items else items)
+        comma = b""
+        for items in rows.slices():
+            if items:
+                add(comma + msgspec.json.encode(items)[1:-1])
+                comma = b","
             await breath.take()
         add(b"]" + after)
     return parts

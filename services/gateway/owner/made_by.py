@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from importlib.metadata import version as installed_version
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -49,7 +49,8 @@ def made_by(base_model: str, adapter: AdapterRef | None, limits: WorkerLimits | 
 
 
 class Answer(NamedTuple):
-    """A whole answer: OpenAI's body, and what made it."""
+    """A whole answer: OpenAI's body, what made it, and the number of tokens that were generated for it."""
 
-    body: dict[str, Any]
+    body: msgspec.Struct
     made_by: MadeBy
+    completion_tokens: int = 0

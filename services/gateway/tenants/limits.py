@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from motet.services.gateway.config import GatewayConfig
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
-from motet.shared.errors import Overloaded
+from motet.shared.errors import ErrorAnswer, Overloaded
 from motet.shared.telemetry import REGISTRY
 
 TENANTS_MAX = 10_000  # whose use is remembered
@@ -64,10 +64,8 @@ class RateLimited(Overloaded):
         super().__init__(message, retry_after_s=retry_after_s)
         self.limit, self.headers = limit, headers
 
-    def openai(self) -> dict[str, Any]:
-        body = super().openai()
-        body["error"]["type"] = self.limit
-        return body
+    def openai(self) -> ErrorAnswer:
+        return ErrorAnswer(error=msgspec.structs.replace(super().openai().error, type=self.limit))
 
 
 class Limits:

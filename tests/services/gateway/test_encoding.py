@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.policies.tenant_shares import Part, TenantShares
 from motet.services.gateway.owner import encoding
-from motet.services.gateway.owner.encoding import Rows, encoded
+from motet.services.gateway.owner.encoding import Rows, encoded, encoded_at_once
 from motet.shared.clock import now_s
 from motet.shared.errors import AnswerTooLarge, Overloaded
 from motet.shared.wire.stream import TokenLogprobs
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned
 from tests.support import eventually
+
+
+class Told(msgspec.Struct):
+    """An answer with a long array."""
+
+    items: Collection[int]
+
 
 VALUES = st.recursive(st.integers(0, 9) | st.text(max_size=3), lambda inner: st.lists(inner, max_size=90), max_leaves=200)
 
@@ -39,6 +48,14 @@ def test_what_is_encoded_in_parts_is_what_would_be_encoded_at_once(body: dict[st
     parts = asyncio.run(encoded({name: as_rows(value) for name, value in body.items()}, held))
     assert json.loads(b"".join(parts)) == body
     assert held.amount == sum(map(len, parts))
+
+
+@given(st.lists(st.integers(0, 9), max_size=200))
+def test_a_small_answer_is_encoded_at_once(items: list[int]) -> None:
+    body = Told(items=as_rows(items))
+    assert json.loads(encoded_at_once(body)) == {"items": items} and len(body.items) == len(items)
+    with pytest.raises(TypeError):
+        encoded_at_once(Told(items=object()))  # type: ignore[arg-type]
 
 
 async def test_other_tasks_have_their_turn_while_an_answer_is_encoded() -> None:

@@ -50,8 +50,8 @@ def test_requests_per_second_flow_back_evenly(clock: Clock) -> None:
     with pytest.raises(RateLimited) as refused:
         four.begin("a")
     assert refused.value.retry_after_s == pytest.approx(0.25)
-    assert refused.value.openai()["error"]["code"] == "rate_limit_exceeded"
-    assert refused.value.openai()["error"]["type"] == "requests"
+    assert refused.value.openai().error.code == "rate_limit_exceeded"
+    assert refused.value.openai().error.type == "requests"
     four.begin("b").end()  # another tenant has its own
     clock.now += 0.25
     turn = four.begin("a")
@@ -67,7 +67,7 @@ def test_tokens_count_prompt_and_output_and_what_failed_is_given_back(clock: Clo
     with pytest.raises(RateLimited) as refused:
         some.begin("a")
     assert refused.value.retry_after_s == pytest.approx(30.1)  # 301 tokens at 10 per second
-    assert refused.value.openai()["error"]["type"] == "tokens"
+    assert refused.value.openai().error.type == "tokens"
     failed = some.begin("b")
     failed.spend(600)
     failed.fail()

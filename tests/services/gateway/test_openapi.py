@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,13 @@ import jsonschema
 import msgspec
 import pytest
 
-from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.edge.app import build_app
-from motet.services.gateway.edge.openapi import document
-from motet.services.gateway.openai import protocol, schemas
+from motet.services.gateway.edge.openapi import schemas, with_unserved
+from motet.services.gateway.openai import fields, protocol
+from motet.services.gateway.openai.schemas import ChatCompletion
+from motet.shared.wire.stream import TokenLogprobs
 from tests.services.gateway.conftest import Mesh
-from tests.services.gateway.support import running_gateway
+from tests.services.gateway.support import assigned, running_gateway
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -34,7 +37,7 @@ def schema_of(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 async def test_every_field_has_a_meaning_and_every_route_its_errors(described: dict[str, Any]) -> None:
-    schemas = described["components"]["schemas"]
+    structs = described["components"]["schemas"]
     for name in (
         "ChatRequest",
         "CompletionRequest",
@@ -44,8 +47,8 @@ async def test_every_field_has_a_meaning_and_every_route_its_errors(described: d
         "AdapterRequest",
         "LoadRequest",
     ):
-        assert schemas[name]["additionalProperties"] is False
-        for field, schema in schemas[name]["properties"].items():
+        assert structs[name]["additionalProperties"] is False
+        for field, schema in structs[name]["properties"].items():
             assert schema.get("description"), f"{name}.{field}"
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
@@ -112,19 +115,41 @@ async def test_answers_are_what_the_description_says(
             jsonschema.Draft202012Validator(schema_of(described, name)).validate(await answer.json())
 
 
-async def test_log_probabilities_are_what_the_description_says() -> None:
-    chat = schemas.ChatLogprobs(
-        content=[
-            schemas.TokenLogprob(
-                token="a", logprob=-1.0, bytes=[97], top_logprobs=[schemas.NamedLogprob(token="a", logprob=-1.0, bytes=[97])]
-            )
-        ]
-    )
-    assert msgspec.json.decode(msgspec.json.encode(chat), type=schemas.ChatLogprobs) == chat
+@pytest.mark.parametrize(
+    ("path", "asked", "whole", "chunk"),
+    [
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1}, "ChatCompletion", "ChatChunk"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 1}, "Completion", "TextChunk"),
+    ],
+)
+async def test_log_probabilities_and_events_are_what_the_description_says(
+    mesh: Mesh, http: aiohttp.ClientSession, described: dict[str, Any], path: str, asked: dict[str, Any], whole: str, chunk: str
+) -> None:
+    asked |= {"return_token_ids": True}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    for number, body in enumerate((asked, asked | streamed), 1):
+        asking = asyncio.ensure_future(http.post(mesh.url + path, json=body))
+        request = await assigned(mesh.first, number)
+        scores = [TokenLogprobs(-1.0, [40], [-1.0])]
+        await mesh.first.emit(request, 0, [40], logprobs=scores)
+        await mesh.first.emit(request, 1, [41], "length", logprobs=scores)
+        async with await asking as answer:
+            text = await answer.text()
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+        assert len(events) == (4 if number == 2 else 0)  # the role or the prompt, two tokens, the usage
+        for shown in events or [text]:
+            jsonschema.Draft202012Validator(schema_of(described, chunk if events else whole)).validate(json.loads(shown))
+
+
+def test_fields_that_an_answer_always_has_are_required_and_have_no_default() -> None:
+    described = schemas({}, [ChatCompletion])["ChatCompletion"]
+    assert {"id", "object", "usage"} <= set(described["required"]) and "prompt_logprobs" not in described["required"]
+    assert described["properties"]["object"] == {"enum": ["chat.completion"]}
+    assert described["additionalProperties"] is False
 
 
 def test_what_the_schema_takes_the_parser_takes() -> None:
-    described = document(GatewayConfig.of(model="m"), "1")
+    described = {"components": {"schemas": schemas({protocol.ChatRequest: with_unserved(fields.CHAT)}, [])}}
     chat = jsonschema.Draft202012Validator(schema_of(described, "ChatRequest"))
     bodies: list[tuple[dict[str, Any], bool]] = [
         (CHAT, True),

@@ -1,0 +1,150 @@
+"""Adapters as the API shows them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from motet.services.gateway.edge.parts import Gateway
+from motet.shared.refused_adapters import RefusedAdapters
+from motet.shared.wire.registry import AdapterInfo
+
+ShownRefused = Annotated[
+    RefusedAdapters,
+    Meta(description="Those of `--adapters-dir` that are not served: the first of them; the registry's log has all."),
+]
+
+
+class OlderVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that an adapter can go back to."""
+
+    version: int
+    digest: str
+    updated: int
+
+
+class AdapterChat(msgspec.Struct, frozen=True, kw_only=True):
+    """What an adapter brings for chats."""
+
+    templates: Annotated[dict[str, str], Meta(description="Chat templates by name.")]
+    special_tokens: Annotated[dict[str, str], Meta(description="Special tokens by name, such as eos_token.")]
+    generation: Annotated[dict[str, Any], Meta(description="Defaults for requests that give no value.")]
+    eos_token_ids: Annotated[list[int], Meta(description="Tokens that end an answer, beside eos_token and the base model's.")]
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A name and the adapter version behind it."""
+
+    name: str
+    object: Literal["adapter"] = "adapter"
+    digest: str
+    version: Annotated[int, Meta(description="Number of this version of the name, from 1.")]
+    alias_of: str | None
+    follows: Annotated[bool | None, Meta(description="Of an alias: whether it goes on to the other name's next versions.")]
+    older_versions: Annotated[list[OlderVersion], Meta(description="Kept earlier versions of the name, the newest first.")]
+    base_model: str
+    rank: int
+    modules: tuple[str, ...]
+    layers: int
+    dtype: str
+    size_bytes: int
+    tenant: Annotated[str | None, Meta(description="Tenant that the adapter belongs to; null: shared by all.")]
+    source: str
+    created: int
+    updated: int
+    resident: Annotated[
+        dict[str, str], Meta(description="Map from worker id to the fastest tier that holds the adapter: device, host or disk.")
+    ]
+    left_out: Annotated[
+        tuple[str, ...],
+        Meta(description="Modules of its file without effect: its configuration does not select them, as PEFT decides."),
+    ]
+    chat: Annotated[AdapterChat | None, Meta(description="What it brings for chats; null in lists, or when it brings nothing.")]
+    pinned_to: Annotated[tuple[str, ...], Meta(description="Ids of the workers that keep the adapter loaded; `*`: all.")]
+    placed_on: Annotated[list[str], Meta(description="Ids of the workers on which a scheduler wants it loaded.")]
+
+
+class Adapters(msgspec.Struct, frozen=True, kw_only=True):
+    """All adapters."""
+
+    object: Literal["list"] = "list"
+    data: list[Adapter]
+    refused: ShownRefused
+
+
+class Deleted(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that is gone."""
+
+    name: str
+    object: Literal["adapter"] = "adapter"
+    deleted: Literal[True] = True
+    returns_at_start: Annotated[bool, Meta(description="Whether it lies in `--adapters-dir` and comes back at the next start.")]
+
+
+def resource(gateway: Gateway, info: AdapterInfo, chat: AdapterChat | None = None) -> Adapter:
+    """An adapter as the API shows it."""
+    entry, version = info.entry, info.version
+    return Adapter(
+        name=entry.name,
+        digest=entry.digest,
+        version=entry.version,
+        alias_of=entry.alias_of,
+        follows=entry.follows if entry.alias_of is not None else None,
+        older_versions=[
+            OlderVersion(version=one.version, digest=one.digest, updated=one.updated_unix_ms // 1000)
+            for one in sorted(entry.older, key=lambda one: -one.version)
+        ],
+        base_model=version.base_model,
+        rank=version.rank,
+        modules=version.modules,
+        layers=version.layers,
+        dtype=version.dtype,
+        size_bytes=version.size_bytes,
+        tenant=entry.tenant or None,
+        source=shown_source(info),
+        created=created_unix_ms(info) // 1000,
+        updated=entry.updated_unix_ms // 1000,
+        resident=gateway.fleet.tiers(entry.digest),
+        left_out=entry.left_out,
+        chat=chat,
+        pinned_to=entry.pin.workers if entry.pin is not None else (),
+        placed_on=gateway.placements.workers(entry.digest),
+    )
+
+
+def chat_of(gateway: Gateway, info: AdapterInfo) -> AdapterChat | None:
+    """What an adapter brings for chats; None for nothing."""
+    chat = gateway.adapters.chat(info.version.chat)
+    if chat is None:
+        return None
+    return AdapterChat(
+        templates={name: template.source for name, template in chat.templates.items()},
+        special_tokens=chat.special,
+        generation={name: value for name, value in msgspec.structs.asdict(chat.generation).items() if value is not None},
+        eos_token_ids=list(chat.eos_token_ids),
+    )
+
+
+def shown_source(info: AdapterInfo) -> str:
+    """The source of an adapter as every client may see it: of a path on the server, only the last part.
+
+    The source of a private adapter is not shown: its content may be another tenant's, who uploaded the same content before.
+    """
+    source = info.entry.source or ("" if info.entry.tenant else info.version.source)
+    return public_source(source)
+
+
+def created_unix_ms(info: AdapterInfo) -> int:
+    """When an adapter was registered.
+
+    For a private adapter this is the time of its name: the version may be older, and another tenant's.
+    """
+    return info.entry.updated_unix_ms if info.entry.tenant else info.version.created_unix_ms
+
+
+def public_source(source: str) -> str:
+    """Where an adapter came from, as every client may see it: of a path on the server only its last part."""
+    kind, _, place = source.partition(":")
+    return f"path:{place.rstrip('/').rsplit('/', 1)[-1]}" if kind == "path" else source
