@@ -45,8 +45,10 @@ from motet.policies.owner.workers_seen import WorkersSeen
 from motet.shared.wire.worker_state import WorkerSnapshot
 from motet.twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from motet.twin.metrics import Metrics
+from motet.twin.run import Live
 from motet.twin.scheduler import Scheduler, SchedulerSpec
-from motet.twin.worker import Live, Worker, WorkerSpec
+from motet.twin.worker import Worker
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Request, Workload
 
 HEARTBEAT_S, TICK_S = 0.5, 0.1
@@ -273,7 +275,7 @@ class Mesh:
             gateway.core.check()
         for process in self.workers:
             process.worker.core.check()
-            process.worker.batches.check()
+            process.worker.engine.batches.check()
 
     # ---- the network
 
@@ -536,7 +538,7 @@ class Mesh:
     def _kill(self, process: Process) -> None:
         process.dead, process.down_s = True, self.events.now_s
         if isinstance(process, WorkerProcess):
-            process.worker.dead = True
+            process.worker.kill()
 
     def _restart(self, process: Process) -> None:
         process.generation += 1

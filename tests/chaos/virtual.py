@@ -24,7 +24,7 @@ from motet.twin.mesh import Fault, Mesh, Stream, What, token_of
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import PerfSteps
 from motet.twin.storage import StorageModel
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Workload
 
 WORKERS, SCHEDULERS, GATEWAYS, ADAPTERS = 3, 2, 2, 5

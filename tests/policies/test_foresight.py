@@ -198,7 +198,7 @@ def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -
     options = WorkerOptions(max_loras=slots, eviction="lru", foresight=foresight, cold_start="blocking")
     cluster = Cluster(load, [replace(spec(), link=link, options=options)], None)
     cluster.run()
-    cluster.workers[0].batches.check()
+    cluster.workers[0].engine.batches.check()
     return cluster
 
 
