@@ -28,7 +28,8 @@ from bench.rivals.merging import always_merged
 from bench.rivals.policies import least_pending, pending_ms
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, Choose, lightest, spread
-from motet.policies.cluster.cluster_state import ON_DEVICE, ClusterState
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.holders import ON_DEVICE
 from motet.policies.cluster.migration_plan import Held, PlanConfig, Replica, plan
 from motet.policies.cluster.placement import Room, preload
 from motet.policies.cluster.rebalance import RebalanceConfig

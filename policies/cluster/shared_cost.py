@@ -50,8 +50,9 @@ from numpy.typing import NDArray
 
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, adapter_ms, spread
-from motet.policies.cluster.cluster_state import ClusterState, hash_of
+from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.worker_load import tokens_left, tokens_to_prefill
+from motet.policies.cluster.worker_table import hash_of
 from motet.policies.times.perf_model import Floats, decode_ms, fetch_ms, load_ms, lora_load, prefill_ms
 from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 
