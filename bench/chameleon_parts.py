@@ -38,7 +38,7 @@ from motet.twin.memory import LLAMA2_7B
 from motet.twin.metrics import Latencies
 from motet.twin.steps import MeasuredSteps
 from motet.twin.traces import read_trace
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Floats, Intensity, Lengths, Request, Workload, arrivals, pick, zipf
 
 RANKS = (8, 16, 32, 64, 128)
@@ -299,7 +299,7 @@ def measure(case: Case) -> Outcome:
     predict = _predictor(case.predict, load, case)
     cluster = Cluster(load, [worker(case)], None, predict=predict)
     if case.policy.knows:
-        cluster.workers[0].batches.slots.eviction = informed(case, load)
+        cluster.workers[0].engine.batches.slots.eviction = informed(case, load)
     cluster.run()
     return outcome(load, cluster)
 
@@ -317,7 +317,7 @@ def outcome(load: Workload, cluster: Cluster) -> Outcome:
         e2e=float(times.e2e_ms[counted].mean()),
         hit_rate=1 - (metrics.device_loads + metrics.prefetches) / max(1, metrics.adapter_admissions),
         tail_p99=float(np.quantile(ttft[adapters != hottest], 0.99)) if (adapters != hottest).any() else 0.0,
-        squashed=sum(worker.batches.squashed for worker in cluster.workers) / len(load),
+        squashed=sum(worker.engine.batches.squashed for worker in cluster.workers) / len(load),
         foreseen=metrics.foreseen / len(load),
     )
 

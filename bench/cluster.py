@@ -50,7 +50,7 @@ from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import A10_BGMV, A10_MBGMV, PerfSteps
 from motet.twin.traces import Popularity, read_lengths, read_popularity
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
 
 WORKERS, RATE, SLO_FACTOR = 60, 340.0, 1.5

@@ -27,7 +27,7 @@ from motet.twin.cluster import Cluster
 from motet.twin.link import LinkModel
 from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B, LLAMA31_8B, ModelShapes
 from motet.twin.steps import A10_MBGMV, PerfSteps
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Intensity, Workload, arrivals, pick, zipf
 
 ADAPTERS, RESIDENT, RANK = 512, 32, 64

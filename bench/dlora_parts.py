@@ -28,7 +28,8 @@ from bench.rivals.merging import always_merged
 from bench.rivals.policies import least_pending, pending_ms
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, Choose, lightest, spread
-from motet.policies.cluster.cluster_state import ON_DEVICE, ClusterState
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.holders import ON_DEVICE
 from motet.policies.cluster.migration_plan import Held, PlanConfig, Replica, plan
 from motet.policies.cluster.placement import Room, preload
 from motet.policies.cluster.rebalance import RebalanceConfig
@@ -42,7 +43,8 @@ from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import LoraShare, PerfSteps
 from motet.twin.traces import read_invocations, read_lengths
-from motet.twin.worker import MergeInPlace, Worker, WorkerSpec
+from motet.twin.worker import Worker
+from motet.twin.worker_spec import MergeInPlace, WorkerSpec
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, zipf
 
 INVOCATIONS, LENGTHS = "maf2019_sample_invocations_per_minute.csv.gz", "sharegpt_lengths.csv.gz"
@@ -237,7 +239,7 @@ class ByMode:
         self.workers: Mapping[str, Worker] = {}
 
     def __call__(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
-        merged = [self.workers[name].state.merged if name in self.workers else "" for name in state.ids]
+        merged = [self.workers[name].engine.batches.state.merged if name in self.workers else "" for name in state.ids]
         cost = pending_ms(state, ask, avg_resp_len) + mode_ms(merged, ask.adapter)
         best = lightest(cost, fit)
         return Choice(spread(state, best, ask.key), float(cost[best[0]]))
@@ -344,7 +346,7 @@ def measure(case: Case) -> Outcome:
     load, metrics = cluster.workload, cluster.metrics
     times = Latencies.of(load, metrics)
     plans_ms = np.array([1000.0 * took_s for took_s, _ in cluster.plans] or [0.0])
-    steps_s = sum(worker.busy_ps for worker in cluster.workers) / 1e12
+    steps_s = sum(worker.engine.busy_ps for worker in cluster.workers) / 1e12
     overhead_s = metrics.switch_ps / 1e12 + plans_ms.sum() / 1000.0
     return Outcome(
         latency_ms=float(times.e2e_ms.sum() / metrics.output_tokens[times.rows].sum()),

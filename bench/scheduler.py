@@ -25,9 +25,9 @@ from bench import report
 from bench.rivals import POLICIES
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choose
-from motet.policies.cluster.cluster_state import hash_of
 from motet.policies.cluster.dispatch import decide
 from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
+from motet.policies.cluster.worker_table import hash_of
 from motet.policies.worker.worker_view import View
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import Assigning, Heard, Taken

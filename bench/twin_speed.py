@@ -28,7 +28,7 @@ from motet.twin.cluster import Cluster
 from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import A10_MBGMV, PerfSteps
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Intensity, Ints, Lengths, Workload, arrivals, per_adapter, pick, rank_mix, zipf
 
 GIB = 1 << 30

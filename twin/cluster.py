@@ -27,8 +27,10 @@ from motet.shared.model import RequestBrief
 from motet.shared.wire.worker_state import WorkerState
 from motet.twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from motet.twin.metrics import Metrics, summary
+from motet.twin.run import Live
 from motet.twin.scheduler import Scheduler, SchedulerSpec
-from motet.twin.worker import Live, Worker, WorkerSpec
+from motet.twin.worker import Worker
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Request, Workload
 
 NEW_OBJECTS = 100_000
@@ -182,7 +184,7 @@ class Cluster:
         """The figures of the run so far, or up to the last token."""
         ended = int(self.metrics.end_ps.max(initial=0))
         end_s = (self.events.now_ps if self.unfinished else ended) / PS_PER_S
-        busy_s = sum(worker.busy_ps for worker in self.workers) / PS_PER_S
+        busy_s = sum(worker.engine.busy_ps for worker in self.workers) / PS_PER_S
         return summary(self.workload, self.metrics, end_s=end_s, busy_s=busy_s, workers=len(self.workers))
 
     # ---- a request

@@ -13,7 +13,7 @@ from motet.twin.link import LinkModel
 from motet.twin.memory import LLAMA2_7B
 from motet.twin.steps import A10_MBGMV, Link, MeasuredSteps, PerfSteps
 from motet.twin.storage import StorageModel
-from motet.twin.worker import MergedCopyModel, WorkerSpec
+from motet.twin.worker_spec import MergedCopyModel, WorkerSpec
 
 MIB = 1 << 20
 

@@ -205,12 +205,6 @@ def zipf(adapters: int, exponent: float = 1.0) -> Floats:
     return shares / shares.sum()
 
 
-def power_law(rng: Generator, adapters: int, exponent: float = 2.0) -> Floats:
-    """Shares drawn from a power law with this exponent (above 1), in no order. They add up to 1."""
-    shares = (1.0 - rng.random(adapters)) ** (-1.0 / (exponent - 1.0))
-    return shares / shares.sum()
-
-
 def pick(rng: Generator, shares: Floats, count: int) -> Ints:
     """`count` adapter indices, drawn by share."""
     return np.searchsorted(np.cumsum(shares / shares.sum())[:-1], rng.random(count), side="right").astype(np.int64)

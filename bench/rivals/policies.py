@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, adapter_ms, lightest, spread
-from motet.policies.cluster.cluster_state import ON_DEVICE, ClusterState
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.holders import ON_DEVICE
 from motet.policies.times.perf_model import Floats, decode_ms, prefill_ms
 
 

@@ -25,8 +25,8 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.step.batch_admission import steps_left
 from motet.policies.step.batch_state import PATIENCE, AdmissionState, S
+from motet.policies.step.overtaking import steps_left
 from motet.policies.step.request_queues import TTFT_SLO_S, WINDOW
 
 Floats = NDArray[np.float64]

@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.cluster.cluster_state import EMBEDDINGS_BIT, ClusterState, capability_bits
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.worker_table import EMBEDDINGS_BIT, capability_bits
 
 Reason = Literal["capability", "stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
 PERMANENT: frozenset[Reason] = frozenset({"capability", "max_model_len", "kv_memory", "lora_rank"})

@@ -1,11 +1,10 @@
 """The state of all workers, in arrays, so that a decision costs a few array operations for any number of workers.
 
-One array per fact in `table`, one element per worker (structure of arrays: a decision reads a column from end to end).
 The sums and maxima that decisions need are updated as requests come and go, never recounted:
 
-    change_requests -> WorkerLoad (per worker, plain Python) -> the worker's row -> decide() reads columns
+    change_requests -> WorkerLoad (per worker, plain Python) -> the worker's row (`worker_table`) -> decide() reads columns
 
-Residency is indexed by adapter, since a decision asks for one adapter on all workers.
+Residency is indexed by adapter (`holders`), since a decision asks for one adapter on all workers.
 
 Freed rows are reused, and the table doubles when it is full. Pure: callers interpret messages and pass facts and times.
 """
@@ -14,179 +13,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import inf
-from typing import get_args
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.policies.cluster.holders import AdapterIndex, Holders, place_bits
 from motet.policies.cluster.worker_load import WorkerLoad
-from motet.policies.times.perf_model import Floats, fetch_ms, load_ms
-from motet.shared.model import Capability, PerfModel, RequestBrief, Tier, WorkerLimits
+from motet.policies.cluster.worker_table import (
+    CAPABILITY_BITS,
+    COLUMNS,
+    MIN_STEP_MS,
+    PERF,
+    PerfColumns,
+    capability_bits,
+    free_rows,
+    hash_of,
+)
+from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 
-_PERF = (
-    "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
-    "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib",
-)  # fmt: skip
-MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
-COLUMNS: dict[
-    str, tuple[str, float]
-] = {  # name: (type, value in a free row). Counts are floats, since they are multiplied with times.
-    "base": ("i8", -1),  # index of the base model's name; -1: a free row
-    "key": ("u8", 0),  # hash of the worker's id
-    "heard_s": ("f8", 0),
-    "draining": ("?", 0),
-    "refusing": ("?", 0),  # it refused for lack of room since its last message
-    "max_model_len": ("i8", 0),
-    "max_lora_rank": ("i8", 0),
-    "capabilities": ("u8", 0),  # one bit per word: `capability_bits`
-    "max_running": ("f8", inf),
-    "max_requests": ("f8", 0),  # max_running + max_waiting
-    "block_size": ("i8", 0),
-    "kv_tokens_total": ("f8", 0),  # what the KV cache holds
-    "kv_tokens_free": ("f8", inf),
-    "running": ("f8", 0),
-    "running_left": ("f8", 0),  # output tokens the running requests are still expected to produce
-    "queued": ("f8", 0),
-    "queue_tokens": ("f8", 0),  # tokens the queued requests have to prefill
-    "kv_tokens_promised": ("f8", 0),  # what its requests will still take: see `WorkerLoad.kv_tokens_promised`
-    "queue_rank_sum": ("f8", 0),
-    "queue_max_rank": ("f8", 0),
-    "exists": ("f8", 0),  # running + queued
-    "rank_sum": ("f8", 0),  # over exists
-    "max_rank": ("f8", 0),
-    "step_ms": ("f8", MIN_STEP_MS),  # one decode step of all its requests
-    "queue_ms": ("f8", 0),  # the prefill of its queue
-    "opened_ms": ("f8", -inf),  # when the first of the queued requests came; without one, long ago
-    "began_ms": ("f8", -inf),  # when a request was last reported to run; without requests, long ago
-    "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
-    "copies_stall": ("f8", 0),  # 1 where steps wait for adapter copies
-    "copies_wait": ("f8", 0),  # 1 where a request waits for its own adapter's copy
-    "bgmv": ("?", 0),
-    **dict.fromkeys(_PERF, ("f8", 0)),
-}
-ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
 _ANY = 1 << 40  # tokens, or a rank, above all
-CAPABILITY_BITS: dict[str, int] = {word: 1 << bit for bit, word in enumerate(get_args(Capability))}
-EMBEDDINGS_BIT = CAPABILITY_BITS["embeddings"]
-_SIZES_KEPT = 64  # sizes of adapters, which are those of a few ranks
-_UNKNOWN_BIT = 1 << 63  # no worker has it
-_TIER_BITS: dict[Tier, int] = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "disk": 0}
-
-
-class PerfColumns:
-    """The perf model coefficients of all workers, one array element per worker (`times.perf_model.Coefficients`)."""
-
-    def __init__(self, table: Mapping[str, NDArray]) -> None:
-        self.bgmv: NDArray[np.bool_] = table["bgmv"]
-        self.pads = bool(self.bgmv.any())  # whether some worker's kernel pads
-        self.prefill_base_ms: Floats = table["prefill_base_ms"]
-        self.prefill_token_ms: Floats = table["prefill_token_ms"]
-        self.prefill_lora_ms: Floats = table["prefill_lora_ms"]
-        self.decode_base_ms: Floats = np.maximum(table["decode_base_ms"], MIN_STEP_MS)
-        self.decode_row_ms: Floats = table["decode_row_ms"]
-        self.decode_lora_ms: Floats = table["decode_lora_ms"]
-        self.load_base_ms: Floats = table["load_base_ms"]
-        self.load_ms_per_mib: Floats = table["load_ms_per_mib"]
-        self.fetch_base_ms: Floats = table["fetch_base_ms"]
-        self.fetch_ms_per_mib: Floats = table["fetch_ms_per_mib"]
-        self.fetches = bool(self.fetch_base_ms.any() or self.fetch_ms_per_mib.any())  # whether a fetch takes time somewhere
-        self._added: dict[int, tuple[Floats, Floats]] = {}
-        self._transfers: dict[int, tuple[Floats, Floats]] = {}
-
-    def added_ms(self, rank: int) -> tuple[Floats, Floats]:
-        """What a request of `rank` adds to a decode step, and what its rank adds to a prefill, where nothing is padded."""
-        added = self._added.get(rank)
-        if added is None:
-            added = self.decode_row_ms + self.decode_lora_ms * float(rank), self.prefill_lora_ms * float(rank)
-            self._added[rank] = added
-        return added
-
-    def transfer_ms(self, size_bytes: int) -> tuple[Floats, Floats]:
-        """Times to copy an adapter of this size to each worker's device, and to fetch it into the worker's memory.
-
-        The caller must not change the arrays.
-        """
-        found = self._transfers.get(size_bytes)
-        if found is None:
-            if len(self._transfers) >= _SIZES_KEPT:
-                self._transfers.clear()
-            found = self._transfers[size_bytes] = load_ms(self, size_bytes), fetch_ms(self, size_bytes)
-        return found
-
-    def lora_load(self, rows: Floats, rank_sum: Floats, max_rank: Floats) -> Floats:
-        """Each worker's LoRA load under its own kernel; the vector form of `times.perf_model.lora_load`."""
-        return np.where(self.bgmv, rows * max_rank, rank_sum) if self.pads else rank_sum
-
-    def lora_growth(self, rows: Floats, max_rank: Floats, rank: int) -> Floats | float:
-        """How much one more request of `rank` adds to the LoRA load of each worker."""
-        if not self.pads:
-            return float(rank)
-        return np.where(self.bgmv, (rows + 1.0) * np.maximum(max_rank, rank) - rows * max_rank, float(rank))
-
-
-class Holders:
-    """The workers that hold one adapter, in unordered columns: `rows` of the table, and the adapter's state on each."""
-
-    __slots__ = ("_at", "_bits", "_loaded", "_rows")
-
-    def __init__(self) -> None:
-        self._at: dict[int, int] = {}  # row -> its place in the columns, which have spare room at the end
-        self._rows, self._bits, self._loaded = np.empty(4, np.intp), np.empty(4, np.uint8), np.empty(4, bool)
-
-    def __len__(self) -> int:
-        return len(self._at)
-
-    @property
-    def rows(self) -> NDArray[np.intp]:
-        """The table rows of the workers that hold the adapter."""
-        return self._rows[: len(self._at)]
-
-    @property
-    def bits(self) -> NDArray[np.uint8]:
-        """For each of `rows` the sum of ON_DEVICE, IN_USE (by a request there) and ON_HOST."""
-        return self._bits[: len(self._at)]
-
-    @property
-    def loaded(self) -> NDArray[np.bool_]:
-        """For each of `rows`, whether the adapter is on the device, or about to be for a request."""
-        return self._loaded[: len(self._at)]
-
-    def mark(self, row: int, bits: int) -> None:
-        """Set the adapter's bits on this row; 0 when it is not there."""
-        place = self._at.get(row)
-        if not bits:
-            if place is not None:
-                self._drop(row, place)
-            return
-        if place is None:
-            place = self._at[row] = len(self._at)
-            if place == len(self._rows):
-                self._rows, self._bits, self._loaded = (np.resize(c, 2 * place) for c in (self._rows, self._bits, self._loaded))
-            self._rows[place] = row
-        self._bits[place], self._loaded[place] = bits, bits & (ON_DEVICE | IN_USE)
-
-    def _drop(self, row: int, place: int) -> None:
-        del self._at[row]
-        last = len(self._at)
-        if place != last:  # the last one takes its place
-            self._at[int(self._rows[last])] = place
-            for column in (self._rows, self._bits, self._loaded):
-                column[place] = column[last]
 
 
 class ClusterState:
     """All workers of a scheduler. Policies read `table`: one element per worker, and some free ones (`base` is -1)."""
 
     def __init__(self) -> None:
-        self.table = _free_rows(16)
+        self.table = free_rows(16)
         self.ids: list[str] = [""] * 16
         self._row: dict[str, int] = {}
         self._terms: dict[str, tuple[WorkerLimits, PerfModel]] = {}  # as they are in the table
         self._free = list(range(15, -1, -1))
         self._loads: dict[str, WorkerLoad] = {}
         self._adapters: dict[str, dict[str, Tier]] = {}  # worker id -> digest -> tier
-        self._holders: dict[str, Holders] = {}
+        self._index = AdapterIndex()
         self._bases: dict[str, int] = {}
         self.held_back: set[int] = set()  # the rows that are draining or refusing
         self.pooling: set[int] = set()  # the rows with a pooling model
@@ -261,7 +120,7 @@ class ClusterState:
 
     def holders(self, digest: str) -> Holders | None:
         """The workers that hold the adapter; None when no worker does."""
-        return self._holders.get(digest)
+        return self._index.of(digest)
 
     # ---- workers
 
@@ -306,7 +165,7 @@ class ClusterState:
 
     def _put_perf(self, row: int, perf: PerfModel) -> None:
         self.table["bgmv"][row] = perf.kernel == "bgmv"
-        for name in _PERF:
+        for name in PERF:
             self.table[name][row] = getattr(perf, name)
         self._perf = None
 
@@ -318,7 +177,7 @@ class ClusterState:
         del self._terms[worker_id]
         load, adapters = self._loads.pop(worker_id), self._adapters.pop(worker_id)
         for digest in load.adapters.keys() | adapters.keys():
-            self._mark(digest, row, 0)
+            self._index.mark(digest, row, 0)
         for name, (_, empty) in COLUMNS.items():
             self.table[name][row] = empty
         self.ids[row] = ""
@@ -495,21 +354,8 @@ class ClusterState:
             self._locate(worker_id, digest)
 
     def _locate(self, worker_id: str, digest: str) -> None:
-        tier = self._adapters[worker_id].get(digest)
-        bits = _TIER_BITS[tier] if tier is not None else 0
-        self._mark(digest, self._row[worker_id], bits | (IN_USE if digest in self._loads[worker_id].adapters else 0))
-
-    def _mark(self, digest: str, row: int, bits: int) -> None:
-        if not digest:
-            return
-        held = self._holders.get(digest)
-        if held is None:
-            if not bits:
-                return
-            held = self._holders[digest] = Holders()
-        held.mark(row, bits)
-        if not bits and not held:
-            del self._holders[digest]
+        bits = place_bits(self._adapters[worker_id].get(digest), in_use=digest in self._loads[worker_id].adapters)
+        self._index.mark(digest, self._row[worker_id], bits)
 
     # ---- rows
 
@@ -522,27 +368,8 @@ class ClusterState:
     def _take_row(self) -> int:
         if not self._free:
             used = len(self.ids)
-            more = _free_rows(used)
+            more = free_rows(used)
             self.table = {name: np.concatenate([column, more[name]]) for name, column in self.table.items()}
             self.ids += [""] * used
             self._free = list(range(2 * used - 1, used - 1, -1))
         return self._free.pop()
-
-
-def capability_bits(words: Iterable[str]) -> int:
-    """The words as a bit mask. An unknown word becomes a bit that no worker sets."""
-    bits = 0
-    for word in words:
-        bits |= CAPABILITY_BITS.get(word, _UNKNOWN_BIT)
-    return bits
-
-
-def hash_of(text: str) -> int:
-    """A 64-bit hash of the text, the same in every process and in every run."""
-    data = text.encode()
-    low = crc32(data)
-    return (crc32(data, low ^ 0x9E3779B9) << 32) | low
-
-
-def _free_rows(count: int) -> dict[str, NDArray]:
-    return {name: np.full(count, empty, dtype=kind) for name, (kind, empty) in COLUMNS.items()}

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from motet.policies.cluster.candidates import Ask
-from motet.policies.cluster.cluster_state import hash_of
 from motet.policies.cluster.demand import Standing
 from motet.policies.cluster.worker_load import tokens_left
+from motet.policies.cluster.worker_table import hash_of
 from motet.shared.model import AdapterRef, Phase, RequestBrief, Slo
 
 RESUMED_TTFT_MS = 300.0

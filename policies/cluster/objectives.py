@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import adapter_ms
-from motet.policies.cluster.cluster_state import MIN_STEP_MS, ClusterState
+from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.worker_load import Share, WorkerLoad, band_of
+from motet.policies.cluster.worker_table import MIN_STEP_MS
 from motet.policies.times.perf_model import Floats
 
 Admission = Literal["objective", "room"]

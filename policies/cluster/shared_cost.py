@@ -35,25 +35,23 @@ Several schedulers that see the same states must not all choose the same worker.
 (`flights`). For those of others, which no state shows yet, the choice is any worker whose cost is within NEAR of the best,
 selected by a hash: of the adapter while no worker has it, so that it is loaded in one place, else of the request.
 
-`costs` computes all of this for every worker at once, on columns that are kept up to date. `cost_on` computes the same for one
-worker by the plain formula, from its requests; only the tests call it, to compare the two.
+`costs` computes all of this for every worker at once, on columns that are kept up to date. `tests/policies/support_cost.py` has
+the plain formula for one worker, from its requests, and a test compares the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import exp, inf
+from collections.abc import Mapping
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, adapter_ms, spread
-from motet.policies.cluster.cluster_state import ClusterState, hash_of
-from motet.policies.cluster.worker_load import tokens_left, tokens_to_prefill
-from motet.policies.times.perf_model import Floats, decode_ms, fetch_ms, load_ms, lora_load, prefill_ms
-from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.worker_table import hash_of
+from motet.policies.times.perf_model import Floats
 
 PENALTY_MS = 100.0
 """Penalty per token for an objective that is missed by 100%."""
@@ -148,55 +146,3 @@ def _memory_wait_ms(t: Mapping[str, NDArray], lacking: Floats, step_ms: Floats) 
     """
     used = np.maximum(t["kv_tokens_total"] - t["kv_tokens_free"], 1.0)
     return step_ms * np.maximum(lacking, 0.0) / used * 2.0 * t["running_left"] / np.maximum(t["running"], 1.0)
-
-
-@dataclass(kw_only=True)
-class Seen:
-    """One worker as the formula sees it.
-
-    `requests` are in order of arrival, each with the time since when it is in its phase; `tier`: where the requested adapter
-    is.
-    """
-
-    limits: WorkerLimits
-    perf: PerfModel
-    kv_blocks_free: int
-    tier: Tier | None
-    requests: Sequence[tuple[RequestBrief, float]]
-
-
-# in one piece: the formula, whose terms share the names of the first lines
-def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[float, float]:
-    """The formula, term by term. Returns the cost, and the largest share by which an objective is missed (0 or less: none)."""
-    perf, limits, kernel, rank = worker.perf, worker.limits, worker.perf.kernel, ask.rank
-    requests = [brief for brief, _ in worker.requests]
-    queue, running = ([r for r in requests if (r.phase == "running") == runs] for runs in (False, True))
-    n, ranks, out = len(requests), [r.rank for r in requests], float(ask.out_tokens) or avg_resp_len
-    left, queue_tokens = sum(map(tokens_left, running)), sum(map(tokens_to_prefill, queue))
-    opened_s = next((since_s for r, since_s in worker.requests if r.phase != "running"), -inf)
-    began_s = next((since_s for r, since_s in reversed(worker.requests) if r.phase == "running"), -inf)
-
-    step = decode_ms(perf, n + 1.0, lora_load(kernel, [*ranks, rank]))
-    d_step = step - decode_ms(perf, float(n), lora_load(kernel, ranks))
-    queued_ms = prefill_ms(perf, float(queue_tokens), lora_load(kernel, [r.rank for r in queue]))
-    joined = prefill_ms(perf, float(queue_tokens + ask.tokens), lora_load(kernel, [*(r.rank for r in queue), rank]))
-    alone = prefill_ms(perf, float(ask.tokens), float(rank))
-    joins = max(0.0, 1.0 - (now_s - opened_s) * 1000 / step)
-
-    used = not ask.adapter or any(r.adapter_digest == ask.adapter for r in requests)
-    copy = 0.0 if used or worker.tier == "device" else load_ms(perf, ask.adapter_bytes)
-    fetch = 0.0 if used or worker.tier in ("device", "host") else fetch_ms(perf, ask.adapter_bytes)
-    stall = alone + joins * (joined - queued_ms - alone) + (copy if limits.copies == "stall" else 0.0)
-    young = YOUNG * exp((max(began_s, opened_s) - now_s) * 1000 / (YOUNG_STEPS * step))
-    others = n * (stall / avg_resp_len + LASTING * d_step) + young * stall * (1 - joins)
-
-    wait = joined + (copy if limits.copies != "bridged" else 0.0) + fetch
-    wait += max(0.0, n + 1 - limits.max_running) * step * left / max(1, len(running)) ** 2
-    total, free = limits.kv_blocks_most * limits.block_size, worker.kv_blocks_free * limits.block_size
-    needed = ask.tokens + out + queue_tokens + sum(map(tokens_left, queue)) + 0.5 * left
-    wait += step * max(0.0, needed - free) / max(1, total - free) * 2 * left / max(1, len(running))
-
-    tpot = step + n * perf.prefill_base_ms / avg_resp_len
-    tightest = min((r.tpot_slo_ms for r in requests if r.tpot_slo_ms), default=inf)
-    missed = [(wait + 0.5 * step) / ask.ttft_slo_ms - 1, tpot / ask.tpot_slo_ms - 1, tpot / tightest - 1]
-    return others + tpot + wait / out + PENALTY_MS * sum(max(0.0, share) for share in missed), max(missed)

@@ -24,7 +24,6 @@ from motet.policies.memory.host_tier import HostTier
 from motet.policies.memory.kv_blocks import KvBlocks
 
 Class = Literal["running", "used", "loading", "prefix", "idle"]
-CACHES: frozenset[Class] = frozenset({"prefix", "idle"})
 
 
 class Claim:
@@ -37,11 +36,6 @@ class Claim:
     def held_bytes(self) -> int:
         """Bytes of all classes."""
         return sum(self.held().values())
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of entries that can be evicted."""
-        return sum(size for kind, size in self.held().items() if kind in CACHES)
 
     @property
     def free_bytes(self) -> int:

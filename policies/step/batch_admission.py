@@ -15,7 +15,7 @@ returns the plan of one step. State and plan are in `policies.step.batch_state`.
 4. A sequence whose *adapter* finds no slot is overtaken by up to `max_bypass` others, then only by base sequences, which need
    no slot. Running sequences free their slots when they end, so no sequence waits for ever.
    With size-based `queues`, a sequence may overtake only if it is predicted to end before the slot becomes free (Chameleon
-   section 4.3.3). If the slot could be free sooner, the overtaking sequence is preempted.
+   section 4.3.3, `policies.step.overtaking`). If the slot could be free sooner, the overtaking sequence is preempted.
 5. A sequence whose adapter has a slot but is still being copied waits *with* that slot, however many sequences overtake it,
    until the copy is complete or `policies.step.cold_start` lets the sequence join earlier. It holds neither a seat nor blocks
    meanwhile.
@@ -30,30 +30,28 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic
 
 from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.step.batch_state import (
     AdmissionState,
     S,
-    Sequence,
     StepPlan,
     extend_keys,
     give_back_slot,
     insert,
-    order_of,
     preempt,
     publish_full_blocks,
     turn,
 )
 from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.merge_decision import Modes
+from motet.policies.step.mode_demand import MODE_WINDOW, mode_demand
+from motet.policies.step.overtaking import Overtaking
+from motet.policies.step.request_queues import Queues
 
 BYPASS_WINDOW = 128
 """Maximum waiting sequences without a slot that a step examines; bounds the work of the step."""
-MODE_WINDOW = 512
-"""Maximum waiting sequences that a step examines for those of its mode. While an adapter is merged, the others' sequences
-gather at the head of the queue, and the adapter's own must still be found behind them."""
 COLD_WINDOW = 8
 """Maximum sequences per step for which joining before the end of their adapter's copy is considered; copies come in order."""
 
@@ -70,29 +68,6 @@ class AdmissionLimits:
     @property
     def seats(self) -> int:
         return min(self.max_running, self.max_step_tokens)
-
-
-class Queues(Protocol[S]):
-    """Decides which waiting sequences may join the batch, and in which order (`policies.step.request_queues`)."""
-
-    squashes: bool
-    """Whether a sequence overtakes one without adapter memory only if it is predicted to end in time, and is preempted when
-    the prediction was wrong."""
-
-    def arrived(self, seq: S, now_s: float) -> None:
-        """The sequence waits from now on."""
-
-    def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
-        """The sequences of `state.waiting` that may join the batch in this step, in the order in which they are tried."""
-
-    def began(self, seq: S, now_s: float) -> None:
-        """The sequence joined the batch."""
-
-    def stopped(self, seq: S, now_s: float) -> None:
-        """The sequence left the batch: it was preempted, or it ended."""
-
-    def left(self, seq: S) -> None:
-        """The sequence has ended."""
 
 
 class BatchAdmission(Generic[S]):
@@ -113,21 +88,18 @@ class BatchAdmission(Generic[S]):
         self.limits = limits
         self.queues = queues
         self.modes = modes
-        self.squashed = 0
-        """Sequences that overtook another one and were preempted for it, so far."""
+        self.overtaking: Overtaking[S] | None = Overtaking() if queues is not None and queues.squashes else None
+        """Sequences that overtook others by prediction; None where the queues want no predictions."""
         self._cold = cold
         self._now_s = 0.0
-        self._passed: list[
-            tuple[S, list[S]]
-        ] = []  # sequences without adapter memory, and those that overtook them by prediction
 
     def decide(self, state: AdmissionState[S], now_s: float = 0.0) -> StepPlan[S]:
         """The next step's plan. Changes the state as if the step were already under way."""
         plan: StepPlan[S] = StepPlan()
         self._now_s = now_s
         plan.evictions += state.adapters.unkept()
-        if self._passed:
-            self._squash(state, plan)
+        if self.overtaking is not None:
+            self.overtaking.squash(state, lambda seq: self._preempt(state, seq, plan))
         if self.modes is None:
             self._fill(state, plan, None)
         elif state.running or state.waiting:
@@ -137,7 +109,7 @@ class BatchAdmission(Generic[S]):
     def _fill_by_mode(self, state: AdmissionState[S], plan: StepPlan[S], modes: Modes) -> None:
         """Fill the step with the sequences of the mode. If there are none, fill it with any sequences."""
         before = modes.merged
-        mode = modes.choose(*_demand(state, self.limits.seats))  # rule 6
+        mode = modes.choose(*mode_demand(state, self.limits.seats))  # rule 6
         turn(state, modes.merged)
         self._fill(state, plan, mode.only, mode.first)
         if mode.only is not None and not plan.tokens:
@@ -227,7 +199,7 @@ class BatchAdmission(Generic[S]):
                 closed |= seq.bypassed >= max_bypass
                 index += 1
                 continue
-            # rule 4: with size-based queues
+            # rule 4: by prediction
             if blocked and not self._may_overtake(state, seq, blocked):
                 index += 1
                 continue
@@ -259,16 +231,8 @@ class BatchAdmission(Generic[S]):
         return len(state.running) < self.limits.seats and plan.tokens < self.limits.max_step_tokens
 
     def _may_overtake(self, state: AdmissionState[S], seq: S, blocked: list[S]) -> bool:
-        """Whether the sequence may overtake those of `blocked`, which have no slot.
-
-        With size-based queues it may only if it is predicted to end in time, and is preempted when the prediction was wrong.
-        """
-        if not seq.adapter or self.queues is None or not self.queues.squashes:
-            return True
-        if steps_left(seq) + 1 >= steps_until_room(state, blocked[0].adapter_bytes):
-            return False
-        self._passed += [(one, [seq]) for one in blocked]
-        return True
+        """Whether the sequence may overtake those of `blocked`, which have no slot."""
+        return not seq.adapter or self.overtaking is None or self.overtaking.may(state, seq, blocked)
 
     def _run(self, state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:
         """The sequence, which has its blocks and slot, runs from now on."""
@@ -293,32 +257,6 @@ class BatchAdmission(Generic[S]):
             plan.prefetched.append((seq, grant.slot))
             if self._cold is not None:
                 self._cold.begun(seq.adapter, seq.adapter_bytes)
-
-    def _squash(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
-        """Preempt sequences that overtook an earlier one by prediction, if it lacks nothing but their adapters' memory.
-
-        The end of rule 4.
-        """
-        slots = state.adapters
-        self._passed = self._still_passed(state)
-        for seq in dict.fromkeys(seq for seq, _ in self._passed):
-            passing = [one for waits, others in self._passed if waits is seq for one in others]
-            mine = {one.adapter for one in passing if slots.users(one.adapter) == 1}
-            if slots.fits(seq.adapter_bytes) or not slots.fits(seq.adapter_bytes - sum(map(slots.size_bytes, mine))):
-                continue
-            for one in passing:
-                if one.adapter in mine and one.blocks and not slots.fits(seq.adapter_bytes):
-                    self._preempt(state, one, plan)
-                    self.squashed += 1
-
-    def _still_passed(self, state: AdmissionState[S]) -> list[tuple[S, list[S]]]:
-        """The pairs of `_passed` that still hold: one sequence waits without a slot, others overtook it and still run."""
-        waiting = {id(seq) for seq in state.waiting}
-        return [
-            (seq, passing)
-            for seq, others in self._passed
-            if id(seq) in waiting and seq.slot < 0 and (passing := [one for one in others if one.slot >= 0 and one.blocks])
-        ]
 
     def _preempt(self, state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:
         preempt(state, seq, plan)
@@ -411,68 +349,10 @@ class BatchAdmission(Generic[S]):
         return True
 
 
-def _demand(state: AdmissionState[S], seats: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """The arguments of `Modes.choose`: (fcfs, alone, seats).
-
-    `fcfs`: the requests that first come, first served would compute, counted by adapter. An earlier waiting request counts
-    instead of a later running one. `alone`: the requests of each adapter that could be computed if there were no other
-    adapters, without those whose adapter still has to be copied beside the steps. `seats`: how many requests fit. At most
-    MODE_WINDOW waiting sequences are considered.
-    """
-    fcfs: dict[str, int] = {}
-    for seq in state.running:
-        fcfs[seq.adapter] = fcfs.get(seq.adapter, 0) + 1
-    alone, kv, slots = dict(fcfs), state.kv, state.adapters
-    room, blocks = max(0, seats - len(state.running)), kv.free - len(state.running)
-    fitting = 0
-    waiting: dict[str, int] = {}
-    for seq in state.waiting[:MODE_WINDOW]:
-        adapter = seq.adapter
-        waiting[adapter] = waiting.get(adapter, 0) + 1
-        if room > fitting:
-            blocks -= kv.blocks_for(seq.length)
-            if blocks < 0:
-                room = fitting
-            else:
-                fitting += 1
-                fcfs[adapter] = fcfs.get(adapter, 0) + 1
-    for adapter, count in waiting.items():
-        count = min(count, fitting)
-        ready = not slots.asynchronous or not adapter or (adapter in slots and adapter not in slots.loading)
-        if count and ready:
-            alone[adapter] = alone.get(adapter, 0) + count
-    for seq, instead in zip(reversed(state.running), state.waiting[fitting:MODE_WINDOW], strict=False):
-        if order_of(seq) < order_of(instead):
-            break
-        fcfs[instead.adapter] = fcfs.get(instead.adapter, 0) + 1
-        fcfs[seq.adapter] -= 1
-    return {adapter: count for adapter, count in fcfs.items() if count}, alone, len(state.running) + fitting
-
-
 def _last_resting(state: AdmissionState[S], only: Collection[str]) -> S:
     """The last running sequence that the step leaves out; the last running one if it leaves out none."""
     running = state.running
     return next((seq for seq in reversed(running) if seq.adapter not in only), running[-1])
-
-
-def steps_left(seq: Sequence) -> int:
-    """Predicted number of steps until the sequence ends, with one token each. At least 1."""
-    return max(1, seq.expected_length - seq.length)
-
-
-def steps_until_room(state: AdmissionState[S], size_bytes: int) -> float:
-    """Predicted steps until ending sequences have freed enough adapter memory; infinite when they never free enough."""
-    slots = state.adapters
-    ends: dict[str, int] = {}
-    for seq in state.running:
-        if seq.slot >= 0:
-            ends[seq.adapter] = max(ends.get(seq.adapter, 0), steps_left(seq))
-    short = size_bytes
-    for digest, steps in sorted(ends.items(), key=lambda end: end[1]):
-        short -= slots.size_bytes(digest)
-        if slots.fits(max(0, short)):
-            return steps
-    return float("inf")
 
 
 def _find_blocks(state: AdmissionState[S], plan: StepPlan[S], count: int, index: int, seq: S | None = None) -> bool:

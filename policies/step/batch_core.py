@@ -20,11 +20,12 @@ from motet.policies.memory.boundary import Boundary
 from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.memory.kv_travel import HeldBlocks
 from motet.policies.memory.ledger import Budget, device_budget
-from motet.policies.step.batch_admission import AdmissionLimits, BatchAdmission, Queues
+from motet.policies.step.batch_admission import AdmissionLimits, BatchAdmission
 from motet.policies.step.batch_state import AdmissionState, S, StepPlan, remove, slot_users, turn, wait
 from motet.policies.step.cold_start import AssistRates, ColdStarts
 from motet.policies.step.merge_decision import Merging, Modes
 from motet.policies.step.merged_copy import MergedCopy, SpareMemory
+from motet.policies.step.request_queues import Queues
 from motet.policies.times.perf_model import Coefficients
 from motet.shared.model import PerfModel
 
@@ -139,7 +140,7 @@ class BatchCore(Generic[S]):
     @property
     def squashed(self) -> int:
         """How many sequences were preempted so far because they had overtaken another one."""
-        return self._admission.squashed
+        return self._admission.overtaking.squashed if self._admission.overtaking is not None else 0
 
     def end(self, seq: S, *, spoiled: bool = False) -> None:
         """A sequence ends and gives back its blocks and its slot. `spoiled`: its K and V must not be reused."""

@@ -31,8 +31,8 @@ import msgspec
 
 from motet.policies.memory.adapter_slots import AdapterSlots, Grant
 from motet.policies.memory.kv_blocks import KvBlocks
-from motet.policies.step.batch_admission import Queues
 from motet.policies.step.batch_state import AdmissionState, Sequence, give_back_slot, slot_users, wait
+from motet.policies.step.request_queues import Queues
 
 WINDOW = 128
 """Maximum waiting requests that a decision examines."""

@@ -160,11 +160,6 @@ class MergedCopy:
         """What LoRA adds to an unmerged step of the last batch, as a share of the step without it."""
         return self._merging.costs.lora
 
-    @property
-    def make_ms(self) -> float:
-        """Time that steps lose while a copy of this size is made."""
-        return self._ms_per_mib * self.size_bytes / MIB
-
     def want(self, adapter: str, size_bytes: int) -> bool:
         """Claim memory for a copy of this adapter, a part in each step. Returns whether the copy can be made now."""
         if adapter != self.adapter:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Any, Generic, Protocol
 
-from motet.policies.step.batch_admission import Queues
 from motet.policies.step.batch_state import PATIENCE, AdmissionState, S
 from motet.shared.tables import Table
 
@@ -24,6 +23,29 @@ WINDOW = 128
 """Maximum candidates per step of an order without quotas."""
 TTFT_SLO_S = 5.0
 """Assumed objective of requests without one."""
+
+
+class Queues(Protocol[S]):
+    """Decides which waiting sequences may join the batch, and in which order."""
+
+    squashes: bool
+    """Whether a sequence overtakes one without adapter memory only if it is predicted to end in time, and is preempted when
+    the prediction was wrong."""
+
+    def arrived(self, seq: S, now_s: float) -> None:
+        """The sequence waits from now on."""
+
+    def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
+        """The sequences of `state.waiting` that may join the batch in this step, in the order in which they are tried."""
+
+    def began(self, seq: S, now_s: float) -> None:
+        """The sequence joined the batch."""
+
+    def stopped(self, seq: S, now_s: float) -> None:
+        """The sequence left the batch: it was preempted, or it ended."""
+
+    def left(self, seq: S) -> None:
+        """The sequence has ended."""
 
 
 @dataclass

@@ -10,14 +10,14 @@ from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.memory.eviction import make_eviction
 from motet.policies.memory.host_tier import HostTier
 from motet.policies.memory.kv_blocks import KvBlocks
-from motet.policies.step.batch_admission import AdmissionLimits, Queues
+from motet.policies.step.batch_admission import AdmissionLimits
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence
 from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.engine_entry import E, EngineEntry, EntryLimits
 from motet.policies.step.merge_decision import MergeConfig, Merging, Modes
 from motet.policies.step.merged_copy import MERGE, NOTHING_KNOWN
-from motet.policies.step.request_queues import make_queues
+from motet.policies.step.request_queues import Queues, make_queues
 from motet.policies.worker.foresight import Foresight
 from motet.policies.worker.request_life import R
 from motet.policies.worker.worker_core import WorkerCore

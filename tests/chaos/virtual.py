@@ -20,11 +20,12 @@ from motet.policies.owner.owner_core import LOSSES_MAX
 from motet.shared.clock import now_s
 from motet.shared.model import PerfModel, WorkerLimits
 from motet.shared.worker_options import WorkerOptions
-from motet.twin.mesh import Fault, Mesh, Stream, What, token_of
+from motet.twin.mesh import Fault, Mesh, What
+from motet.twin.processes import Stream, token_of
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import PerfSteps
 from motet.twin.storage import StorageModel
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Workload
 
 WORKERS, SCHEDULERS, GATEWAYS, ADAPTERS = 3, 2, 2, 5

@@ -26,7 +26,7 @@ from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.merging import MergedWeights
 from motet.twin.link import LinkModel
-from motet.twin.worker import MergedCopyModel
+from motet.twin.worker_spec import MergedCopyModel
 from motet.twin.workload import Workload
 from tests.parity.conftest import write_checkpoint
 from tests.parity.test_engine_and_twin import QUICK, Recorder, counted, scripted, simulated

@@ -23,7 +23,7 @@ from motet.twin.cluster import Cluster
 from motet.twin.events import PS_PER_MS
 from motet.twin.link import LinkModel
 from motet.twin.steps import Batch
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Workload
 from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, Run, make_engine, request, run
 from tests.support_models import MAX_LEN, VOCAB
@@ -125,8 +125,8 @@ def simulated(
     )
     spec = WorkerSpec(limits=limits, perf=QUICK, steps=recorder, link=link, options=WorkerOptions(**options), **merged or {})
     cluster = Cluster(workload, [spec], None)
-    cluster.workers[0].max_run = 1
-    prepare(cluster.workers[0].batches)
+    cluster.workers[0].engine.max_run = 1
+    prepare(cluster.workers[0].engine.batches)
     cluster.run()
     return cluster
 

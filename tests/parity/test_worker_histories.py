@@ -29,7 +29,7 @@ from motet.twin.cluster import Cluster
 from motet.twin.link import SHORTEST_WAIT_MS, LinkModel
 from motet.twin.steps import Link
 from motet.twin.storage import StorageModel
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Workload
 from tests.parity.test_engine_and_twin import QUICK, Recorder, scripted
 from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, make_engine
@@ -242,7 +242,7 @@ def simulated(workload: Workload, spec: WorkerSpec) -> tuple[list[Record], int]:
     """The twin's history of the workload, and how often it preempted."""
     cluster = Cluster(workload, [spec], None)
     worker = cluster.workers[0]
-    worker.max_run = 1
+    worker.engine.max_run = 1
     told = Told(worker.core, {adapter.digest: f"adapter {i}" for i, adapter in enumerate(workload.adapters)})
     cluster.run()
     return told.history, cluster.metrics.preemptions

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from math import inf
 
-from motet.policies.cluster.cluster_state import IN_USE, ON_DEVICE, ON_HOST, ClusterState
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.holders import IN_USE, ON_DEVICE, ON_HOST
 from motet.policies.cluster.worker_load import tokens_left, tokens_to_prefill
 from motet.shared.model import RequestBrief
 from tests.support_worker import PERF, worker_limits

@@ -10,8 +10,9 @@ import pytest
 from bench.rivals import POLICIES
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choose, spread
-from motet.policies.cluster.cluster_state import ClusterState, hash_of
+from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.dispatch import Decision, decide
+from motet.policies.cluster.worker_table import hash_of
 from tests.policies.test_cluster_state import brief
 from tests.support_worker import PERF, worker_limits
 

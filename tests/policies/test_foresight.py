@@ -12,8 +12,9 @@ from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.memory.eviction import make_eviction
 from motet.policies.memory.host_tier import Evict, HostTier, Load
 from motet.policies.memory.kv_blocks import KvBlocks
-from motet.policies.step.batch_admission import AdmissionLimits, Sequence, StepPlan
+from motet.policies.step.batch_admission import AdmissionLimits
 from motet.policies.step.batch_core import BatchCore
+from motet.policies.step.batch_state import Sequence, StepPlan
 from motet.policies.step.cold_start import ColdStarts
 from motet.policies.worker.foresight import AGAIN_S, LOOKED_AT, Foresight
 from motet.policies.worker.worker_core import WorkerCore
@@ -198,7 +199,7 @@ def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -
     options = WorkerOptions(max_loras=slots, eviction="lru", foresight=foresight, cold_start="blocking")
     cluster = Cluster(load, [replace(spec(), link=link, options=options)], None)
     cluster.run()
-    cluster.workers[0].batches.check()
+    cluster.workers[0].engine.batches.check()
     return cluster
 
 

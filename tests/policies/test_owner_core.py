@@ -26,7 +26,7 @@ from motet.policies.owner.events import (
 )
 from motet.policies.owner.life import TRANSITIONS, Owned
 from motet.policies.owner.owner_core import GAP_S, LOSSES_MAX, OPEN_PATIENCE_S, SILENCE_S, OwnerCore
-from motet.twin.mesh import Item
+from motet.twin.processes import Item
 
 LATE = Trouble("late", "deadline_exceeded", "late")
 AWAY = Trouble("unavailable", "unavailable", "away")

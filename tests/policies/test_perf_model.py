@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from motet.policies.cluster.cluster_state import ClusterState, PerfColumns
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.worker_table import PerfColumns
 from motet.policies.times.perf_model import MIB, decode_ms, load_ms, lora_load, prefill_ms
 from tests.support_worker import PERF, worker_limits
 

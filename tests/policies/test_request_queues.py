@@ -5,8 +5,8 @@ import random
 import pytest
 
 from bench.rivals.queues import FIRST, SizeQueues
-from motet.policies.step.batch_admission import steps_until_room
 from motet.policies.step.batch_state import Sequence
+from motet.policies.step.overtaking import steps_until_room
 from motet.policies.step.request_queues import PutOff, make_queues
 from tests.policies.support_queues import TOKEN_BYTES, World
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from motet.policies.cluster import shared_cost
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.cluster_state import ClusterState
-from motet.policies.cluster.shared_cost import Seen
 from motet.policies.times.perf_model import Kernel
 from motet.shared.model import PerfModel, Phase, RequestBrief
+from tests.policies.support_cost import Seen, cost_on
 from tests.support_worker import worker_limits
 
 NOW_S, L = 100.0, 120.0
@@ -85,7 +85,7 @@ def test_all_workers_at_once_cost_what_the_formula_says_of_each(kernels: list[Ke
     cost, breaks = shared_cost.costs(state, ask, NOW_S, L)
     for number, worker in enumerate(workers):
         row = state.row(f"w{number}")
-        expected, missed = shared_cost.cost_on(worker, ask, NOW_S, L)
+        expected, missed = cost_on(worker, ask, NOW_S, L)
         assert cost[row] == pytest.approx(expected, rel=1e-9)
         assert breaks[row] == (missed > 0) or abs(missed) < 1e-9  # there rounding says which
 

@@ -13,7 +13,7 @@ from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import A10_MBGMV, MeasuredSteps, PerfSteps
 from motet.twin.storage import StorageModel
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, rank_mix, zipf
 
 RANK_BYTES = 1 << 20
@@ -92,12 +92,12 @@ def run(load: Workload, worker: WorkerSpec, *, workers: int = 3, max_run: int | 
     cluster = Cluster(load, [worker] * workers, **options)
     for one in cluster.workers:
         if max_run is not None:
-            one.max_run = max_run
+            one.engine.max_run = max_run
     cluster.run()
     for one in cluster.workers:
-        assert not len(one.core) and not one.state.running and not one.state.waiting
-        one.state.kv.check([])
-        one.state.adapters.check({})
+        assert not len(one.core) and not one.engine.batches.state.running and not one.engine.batches.state.waiting
+        one.engine.batches.state.kv.check([])
+        one.engine.batches.state.adapters.check({})
     return cluster
 
 

@@ -18,7 +18,7 @@ from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import Link
 from motet.twin.storage import StorageModel
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from tests.twin.support import history, run, spec, workload
 
 EAGER = BalanceSpec(config=RebalanceConfig(wait_ms=50.0, every_s=0.1, rest_s=0.5, plan=PlanConfig(top=2, least_gain=0.02)))
@@ -66,8 +66,8 @@ def test_a_request_moves_in_every_phase() -> None:
     assert cluster.summary()["finished"] == len(load)
     assert cluster.metrics.moves > 20
     for one in cluster.workers:
-        assert not len(one.core) and not one.state.running and not one.state.waiting
-        one.state.kv.check([])
+        assert not len(one.core) and not one.engine.batches.state.running and not one.engine.batches.state.waiting
+        one.engine.batches.state.kv.check([])
 
 
 def linked() -> WorkerSpec:
@@ -87,7 +87,7 @@ def test_blocks_that_travel_save_prefills_and_lose_nothing() -> None:
     assert on.metrics.kv_travels > 5 and not off.metrics.kv_travels
     assert on.summary()["finished"] == len(load)
     for one in on.workers:
-        assert not list(one.batches.travelling.lists)
+        assert not list(one.engine.batches.travelling.lists)
     assert history(run(load, linked(), scheduler=FIRST, balance=EAGER)) == history(on)
 
 
@@ -138,6 +138,6 @@ def test_preloaded_adapters_are_on_the_device_at_once() -> None:
     load = workload(seconds=2.0)
     names = [adapter.digest for adapter in load.adapters[:3]]
     cluster = Cluster(load, [spec()] * 2, SchedulerSpec(), preload={"worker-0001": names})
-    assert set(cluster.workers[1].batches.slots.digests()) == set(names)
+    assert set(cluster.workers[1].engine.batches.slots.digests()) == set(names)
     held = cluster.schedulers[0].state.holders(names[0])
     assert held is not None and held.loaded.tolist() == [True]

@@ -45,7 +45,7 @@ def test_the_settings_of_the_test_above_do_what_they_say() -> None:
         worker, load = SETTINGS[name]
         cluster = run(workload(0, **load), spec(**worker))
         assert cluster.metrics.preemptions and cluster.metrics.evictions
-        assert any(one.state.kv.total != worker["kv_blocks"] for one in cluster.workers)
+        assert any(one.engine.batches.state.kv.total != worker["kv_blocks"] for one in cluster.workers)
     worker, load = SETTINGS["more requests than room"]
     assert run(workload(0, **load), spec(**worker)).metrics.refused.any()
 

@@ -10,7 +10,7 @@ import pytest
 from motet.policies.step.cold_start import AssistRates, ColdStartName
 from motet.twin.link import DeviceLink, LinkModel
 from motet.twin.scheduler import SchedulerSpec
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from tests.twin.support import history, run, spec, workload
 
 LAYERS = 32

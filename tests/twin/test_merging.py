@@ -12,7 +12,7 @@ from bench.rivals.merging import AlwaysMerged
 from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.twin.metrics import Latencies
 from motet.twin.steps import A10_MBGMV, LoraShare, PerfSteps
-from motet.twin.worker import MergeInPlace, WorkerSpec
+from motet.twin.worker_spec import MergeInPlace, WorkerSpec
 from motet.twin.workload import Workload
 from tests.twin.support import history, run, spec, workload
 

@@ -11,7 +11,7 @@ from motet.twin.cluster import Cluster
 from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import PerfSteps
-from motet.twin.worker import WorkerSpec
+from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Intensity, Workload, arrivals
 
 PERF = PerfModel(

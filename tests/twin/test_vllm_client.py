@@ -62,7 +62,7 @@ def one_stream(api: ApiServer, decoding: int) -> Client:
     client.labelled()
     client.first_token(0, 0.0)
     for step in range(100):
-        client.stepped(step * 0.1, 0.1, 1, decoding, decoding, 0)
+        client.stepped(step * 0.1, 0.1, 1, decoding, decoding)
     client.finished(0, 10.0)
     return client
 
@@ -84,10 +84,10 @@ def test_requests_that_come_while_the_front_end_is_blocked_are_seen_afterwards()
     client.labelled()
     client.next_scrape_s = 1.0
     assert client.arrivals(0.0) == [0]
-    client.stepped(0.0, 1.3, 1, 1, 1, 0)  # the scrape at 1.0 lasts until 1.5
+    client.stepped(0.0, 1.3, 1, 1, 1)  # the scrape at 1.0 lasts until 1.5
     assert client.next_arrival_s() == pytest.approx(1.5)
     assert client.arrivals(1.3) == []
-    client.stepped(1.3, 0.3, 1, 1, 1, 0)
+    client.stepped(1.3, 0.3, 1, 1, 1)
     assert client.arrivals(1.6) == [1]
 
 

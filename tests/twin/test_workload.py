@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import motet.twin.workload
-from motet.twin.workload import Intensity, Lengths, arrivals, per_adapter, pick, power_law, rank_mix, zipf
+from motet.twin.workload import Intensity, Lengths, arrivals, per_adapter, pick, rank_mix, zipf
 from tests.twin.support import workload
 
 
@@ -45,12 +45,6 @@ def test_adapters_are_drawn_by_their_shares() -> None:
     drawn = np.bincount(pick(rng(), shares, 200_000), minlength=10) / 200_000
     assert drawn == pytest.approx(shares, abs=0.005)
     assert shares[0] / shares[9] == pytest.approx(10.0)
-
-
-def test_power_law_shares_add_up_and_are_skewed() -> None:
-    shares = np.sort(power_law(rng(), 10_000, 2.0))[::-1]
-    assert shares.sum() == pytest.approx(1.0)
-    assert shares[:100].sum() > 0.2 > 0.01
 
 
 def test_ranks_occur_as_often_as_asked() -> None:

@@ -57,14 +57,8 @@ class Outcome:
     refused: int  # no port was free
     input_tok_s: float
     output_tok_s: float
-    ttft_mean_ms: float
-    ttft_p99_ms: float
-    tpot_mean_ms: float
     itl_mean_ms: float
-    itl_p50_ms: float
     running_mean: float
-    waiting_mean: float
-    step_mean_ms: float
     steps: int
     loads: int
     preemptions: int
@@ -92,10 +86,8 @@ class Client:
         self.merged_within = [0] * n
         self.merged = 0  # chunks that a stream which is always open has lost so far
         self.steps = 0
-        self.durations_s: list[float] = []
-        self.tokens: list[int] = []
+        self.strides = 0  # times that equal steps were made in one go
         self.running_s = 0.0
-        self.waiting_s = 0.0
         # label sets of the metrics: a random word per (adapter, running or waiting), combined by exclusive or
         words = np.random.default_rng(0).integers(1, 2**62, (2, max(1, len(work.ranks))))
         self.running_word, self.waiting_word = words.tolist()
@@ -171,12 +163,10 @@ class Client:
         self.open -= 1
         self.closed_s.append(now_s)
 
-    def stepped(self, from_s: float, took_s: float, steps: int, decoding: int, running: int, waiting: int) -> None:
+    def stepped(self, from_s: float, took_s: float, steps: int, decoding: int, running: int) -> None:
         """`steps` equal steps with the same batch, from `from_s` on."""
-        self.durations_s.append(took_s / steps)
-        self.tokens.append(steps * decoding)
+        self.strides += 1
         self.running_s += took_s * running
-        self.waiting_s += took_s * waiting
         self._scrape(from_s, from_s + took_s, took_s / steps, decoding)
         self.steps += steps
 
@@ -214,32 +204,18 @@ class Client:
         done = np.flatnonzero(last_s <= end_s)
         prompt = np.asarray(self.work.prompt_tokens)[done]
         output = np.asarray(self.work.output_tokens)[done]
-        first_s = np.asarray(self.first_s)
-        decode_s = (last_s - first_s)[done]
-        started = np.flatnonzero(first_s <= end_s)
-        ttft_ms = (first_s - np.asarray(self.work.arrival_s))[started] * 1e3
+        decode_s = (last_s - np.asarray(self.first_s))[done]
         gaps = output - 1
         many = gaps > 0
         chunk_gaps = (gaps - np.minimum(np.asarray(self.merged_within)[done], gaps - 1))[many]
-        nothing = len(done) == 0
         return Outcome(
             completed=len(done),
             refused=self.refused,
             input_tok_s=float(prompt.sum()) / end_s,
             output_tok_s=float(output.sum()) / end_s,
-            ttft_mean_ms=float(ttft_ms.mean()) if len(started) else math.nan,
-            ttft_p99_ms=float(np.quantile(ttft_ms, 0.99)) if len(started) else math.nan,
-            tpot_mean_ms=math.nan if nothing else float((decode_s[many] / gaps[many]).mean()) * 1e3,
-            itl_mean_ms=math.nan if nothing else float(decode_s[many].sum() / chunk_gaps.sum()) * 1e3,
-            itl_p50_ms=_weighted_median(self.durations_s, self.tokens) * 1e3,
+            itl_mean_ms=float(decode_s[many].sum() / chunk_gaps.sum()) * 1e3 if len(done) else math.nan,
             running_mean=self.running_s / end_s,
-            waiting_mean=self.waiting_s / end_s,
-            step_mean_ms=float(np.mean(self.durations_s)) * 1e3 if self.durations_s else math.nan,
             steps=self.steps,
             loads=loads,
             preemptions=preemptions,
         )
-
-
-def _weighted_median(values: list[float], weights: list[int]) -> float:
-    return float(np.quantile(values, 0.5, weights=weights, method="inverted_cdf")) if sum(weights) else math.nan

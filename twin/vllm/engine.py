@@ -292,7 +292,7 @@ class SimulatedVllm:
             self.free_blocks -= rounds * self.decoding
             for ahead in range(1, rest + 1):
                 self.free_blocks -= self.grows_at[(self.step + ahead) % KV_BLOCK_TOKENS]
-        self.client.stepped(self.now_s, took_s, count, self.decoding, len(self.running), self.waiting)
+        self.client.stepped(self.now_s, took_s, count, self.decoding, len(self.running))
         self.now_s += took_s
         self.step += count - 1  # the last of them is the one that `_postprocess` ends
         self.context_tokens += count * self.decoding
