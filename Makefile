@@ -47,7 +47,7 @@ serve: $(RUN_STAMP) ## run the full mesh with the demo model on http://127.0.0.1
 	@exec $(BIN)/python -m motet up --demo $(ARGS)
 
 test: $(DEV_STAMP) ## the test suite, in two processes per core
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "not bench" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "not bench and not thorough" $(ARGS)
 
 chaos: $(DEV_STAMP) ## kill, freeze and cut off every process of a mesh under load; no answer may be lost or repeated
 	@$(BIN)/python -m tests.chaos --virtual
@@ -62,6 +62,7 @@ soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going; memor
 
 parity: $(DEV_STAMP) ## the live engine and the twin under every order of requests and every eviction: equal batches
 	@$(BIN)/python -m tests.parity.every_policy
+	@$(BIN)/python -m pytest -n auto --dist worksteal -m thorough tests/parity
 
 mutants: $(DEV_STAMP) ## alter 300 lines of policies/, one at a time, and see that a test fails for each (CONTRIBUTING.md)
 	@$(BIN)/python .ci/mutants.py $(ARGS)
@@ -90,7 +91,7 @@ format: $(DEV_STAMP) ## format the code
 # prints when it ends the process.
 , := ,
 SANITIZED_ISAS = $$($(BIN)/python -c 'from motet.kernels.cpu import available_isas as a; print(*{a()[0]: 0, a()[-1]: 0})')
-SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_kernels.py merging.py loading.py cpu_assist.py)
+SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_products.py cpu_lora.py cpu_attention.py merging.py loading.py cpu_assist.py)
 SANITIZED = $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --capture=sys --timeout 1800 $(SANITIZED_TESTS) $(ARGS)
 # $(call sanitized,flags,libraries to preload,options)
 define sanitized

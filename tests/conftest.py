@@ -59,11 +59,11 @@ def old_objects_are_not_collected() -> None:
 
 @pytest.fixture
 async def nats_server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    """A real nats-server with JetStream on a free port. It ends with the test."""
+    """A real nats-server with JetStream on a free port. It ends with the test, at once: nobody reads what it has stored."""
     server = NatsServer(tmp_path / "nats")
     await server.start()
     yield server
-    server.stop()
+    server.kill()
 
 
 @pytest.fixture
@@ -87,8 +87,14 @@ async def connect(nats_url: str) -> AsyncIterator[Callable[[str], Awaitable[Bus]
 
 
 @pytest.fixture
-async def bus(connect: Callable[[str], Awaitable[Bus]]) -> Bus:
-    """One bus with all streams and buckets provisioned, for the tenants `default`, `acme` and `globex`."""
+def tenants(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Those with streams of their own beside `default`: what a module calls TENANTS. Each costs every test three streams."""
+    return getattr(request.module, "TENANTS", ())
+
+
+@pytest.fixture
+async def bus(connect: Callable[[str], Awaitable[Bus]], tenants: tuple[str, ...]) -> Bus:
+    """One bus with all streams and buckets provisioned."""
     opened = await connect("test")
-    await provision(opened, tenants=("acme", "globex"), tenant_bytes=64 << 20)
+    await provision(opened, tenants=tenants, tenant_bytes=64 << 20)
     return opened

@@ -38,11 +38,12 @@ LONG = "x" * 9000
 
 @dataclass(frozen=True)
 class Malformed:
-    """One archive that must be refused. `reason`: a part of the expected message."""
+    """One archive that must be refused. `reason`: a part of the expected message; `files`: what a sound archive holds."""
 
     name: str
     make: Callable[[], bytes]
     reason: str
+    files: Mapping[str, bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -442,9 +443,9 @@ def malformed(shapes: BaseShapes = TINY, *, max_adapter_bytes: int = 8 * MIB, ch
     """
     corpus = _Corpus(shapes, max_adapter_bytes)
     for name, config, reason in corpus.configs():
-        yield Malformed(name, lambda c=config: tar_of(corpus.good | {CONFIG: c}), reason)
+        yield _sound(name, corpus.good | {CONFIG: config}, reason)
     for name, weights, reason in corpus.weight_files():
-        yield Malformed(name, lambda w=weights: tar_of(corpus.good | {WEIGHTS: w}), reason)
+        yield _sound(name, corpus.good | {WEIGHTS: weights}, reason)
     huge = {"tokenizer_config.json": b" " * (9 * MIB)}
     yield Malformed("chat-huge-file", lambda: tar_of(corpus.good | huge), "have more than")
     many = {f"additional_chat_templates/{n}.jinja": b"x" for n in range(20)}
@@ -453,6 +454,11 @@ def malformed(shapes: BaseShapes = TINY, *, max_adapter_bytes: int = 8 * MIB, ch
         yield Malformed(name, lambda f=files: tar_of(corpus.good | f), reason)
     for name, make, reason in corpus.archives():
         yield Malformed(name, make, reason)
+
+
+def _sound(name: str, files: Mapping[str, bytes], reason: str) -> Malformed:
+    """A sound archive of malformed files."""
+    return Malformed(name, lambda: tar_of(files), reason, files)
 
 
 def malformed_directories(shapes: BaseShapes = TINY) -> Iterator[MalformedDirectory]:

@@ -182,6 +182,7 @@ class Oracle:
     """The checkpoint in fp32 under transformers, adapters under peft: the definition of a right answer."""
 
     def __init__(self, model_dir: Path, adapters: list[AdapterFixture]) -> None:
+        self._known: dict[tuple[str | None, tuple[int, ...]], torch.Tensor] = {}  # what it was asked before
         self._model = _load(model_dir)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -192,9 +193,15 @@ class Oracle:
                     self._model = peft.PeftModel.from_pretrained(self._model, adapter.path, adapter_name=adapter.name)
         self._model.eval()
 
-    @torch.inference_mode()
     def logits(self, tokens: list[int], adapter: AdapterFixture | None) -> torch.Tensor:
         """Logits after every token, float32 [len(tokens), vocab]."""
+        question = adapter and adapter.name, tuple(tokens)
+        if question not in self._known:
+            self._known[question] = self._logits(tokens, adapter)
+        return self._known[question]
+
+    @torch.inference_mode()
+    def _logits(self, tokens: list[int], adapter: AdapterFixture | None) -> torch.Tensor:
         ids = torch.tensor([tokens])
         if adapter is None:
             if not isinstance(self._model, peft.PeftModel):

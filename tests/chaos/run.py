@@ -17,7 +17,6 @@ from tests.support import eventually
 
 QUIET_LIMIT = 48  # questions at once in the quiet run
 LASTS_S = 20.0  # a fault that takes longer is a restart of one process after the other
-SETTLE_S = 3.0  # between a mesh that is whole again and the next fault: what has just started warms up on the same cores
 RESUMED_TOKENS = 115  # what a resumed request of this load has to compute again, on average
 BREAK_S = 3.0  # a connection of a dead gateway breaks within this
 _RESUMING = re.compile(r"resuming request_id=(?:chat)?cmpl-(\S+)-\d+ ")  # the prefix is not in X-Request-Id
@@ -25,12 +24,16 @@ _RESUMING = re.compile(r"resuming request_id=(?:chat)?cmpl-(\S+)-\d+ ")  # the p
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How many requests run at once, and how long the answers are."""
+    """How many requests run at once, how long the answers are, and how long they run on after each fault.
+
+    `settle_s` is between a mesh that is whole again and the next fault: what has just started warms up on the same cores.
+    """
 
     streams: int = 200
     max_tokens: int = 160
     questions: int = 100
     durable_each: int = 2  # per tenant
+    settle_s: float = 3.0
     seed: int = 1
 
 
@@ -139,7 +142,7 @@ async def _hurt(mesh: ChaosMesh, load: LoadOptions, faults: list[Fault], say: Ca
     injected, rows = [], []
     for fault in faults:
         await eventually(lambda: streams.flowing() >= 0.7 * load.streams, within_s=60, every_s=0.1)
-        one, row = await _inject(mesh, streams, fault)
+        one, row = await _inject(mesh, streams, fault, load.settle_s)
         injected.append(one)
         rows.append(row)
         say(f"{fault.name}: {row.in_flight} in flight, whole again after {row.healed_s:.1f} s")
@@ -157,7 +160,7 @@ async def _hurt(mesh: ChaosMesh, load: LoadOptions, faults: list[Fault], say: Ca
     return Phase(rows, len(streams.attempts), len(durable.sent), refused, burst, books.trouble)
 
 
-async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault) -> tuple[Injected, Row]:
+async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault, settle_s: float) -> tuple[Injected, Row]:
     gateways = [name for name in mesh.stack.names() if name.startswith("gateway")]
     offsets = {name: _size(mesh.log(name)) for name in gateways}
     one = Injected(fault, now_s())
@@ -165,7 +168,7 @@ async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault) -> tuple[Inje
     one.took_s = now_s() - one.at_s
     await mesh.healed()
     healed_s = now_s() - one.at_s
-    await asyncio.sleep(SETTLE_S)  # time: streams run on, so that a late loss is seen
+    await asyncio.sleep(settle_s)  # time: streams run on, so that a late loss is seen
     one.until_s = now_s()
     for name in gateways:
         one.resumed |= set(_RESUMING.findall(_read_from(mesh.log(name), offsets[name])))

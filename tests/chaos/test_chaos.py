@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.faults import kill, moves
 from tests.chaos.mesh import MeshOptions
 from tests.chaos.run import LoadOptions, run_phase
 
 
-async def test_answers_do_not_change_when_workers_and_a_scheduler_die(tmp_path: Path) -> None:
-    load = LoadOptions(streams=12, max_tokens=80, questions=25, durable_each=1)
-    options = MeshOptions(workers=2, gateways=1)
-    phase = await run_phase(tmp_path, options, load, [kill("worker-1", "scheduler-1"), kill("worker-2")], print)
+@pytest.mark.timeout(300)
+async def test_answers_do_not_change_when_workers_and_a_scheduler_die_and_requests_move(tmp_path: Path) -> None:
+    load = LoadOptions(streams=12, max_tokens=80, questions=25, durable_each=1, settle_s=1.0)
+    options = MeshOptions(workers=3, gateways=1)
+    faults = [kill("worker-1", "scheduler-1", "worker-2"), moves("worker-1")]
+    phase = await run_phase(tmp_path, options, load, faults, print)
     assert not phase.trouble, phase.trouble[:5]
     assert not phase.refused
     assert phase.asked > load.streams and phase.durable >= 3
-    assert any(row.resumed for row in phase.rows), "no stream was on a worker that was killed"
+    assert phase.rows[0].resumed, "no stream was on a worker that was killed"
 
-
-async def test_answers_do_not_change_when_requests_move_and_a_worker_dies_meanwhile(tmp_path: Path) -> None:
-    load = LoadOptions(streams=12, max_tokens=80, questions=25, durable_each=1)
-    options = MeshOptions(workers=3, gateways=1)
-    phase = await run_phase(tmp_path, options, load, [moves("worker-1")], print)
-    assert not phase.trouble, phase.trouble[:5]
     log = next(tmp_path.rglob("gateway-1.log")).read_text()
     assert log.count("moving request_id=") > load.streams, "requests moved"
     workers = [path.read_text() for path in tmp_path.rglob("worker-*.log")]

@@ -14,7 +14,6 @@ from click.testing import CliRunner, Result
 
 from motet.cli.main import cli
 from motet.shared.profile import write_profile
-from motet.twin.plots import COLORS
 from motet.twin.profile import a10_llama2_7b
 
 SHORT = ("--duration-s", "20", "--rate", "3", "--adapters", "10")
@@ -107,6 +106,8 @@ def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
 
         def handle_endtag(self, tag: str) -> None:
             assert self.open_tags.pop() == tag
+
+    from motet.twin.plots import COLORS  # matplotlib, which takes long to import
 
     checked = Checked()
     checked.feed(text)

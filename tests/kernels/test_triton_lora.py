@@ -96,7 +96,7 @@ def test_half_precision_follows_the_formula_within_its_rounding(plan: LaunchPlan
     assert_follows_the_formula(pool, held, slots, LoraBatch.build(pool, slots, plan), "gate_up")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_adapters_and_rows_follow_the_formula(seed: int) -> None:
     draw = random.Random(seed)
     ranks = tuple(draw.randint(1, 128) for _ in range(3))

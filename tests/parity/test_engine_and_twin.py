@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -164,14 +165,25 @@ def test_the_twins_worker_runs_the_batches_of_the_live_engine(
     assert metrics.output_tokens.tolist() == [ends[i] for i in range(REQUESTS)]
 
 
-@pytest.mark.parametrize(
-    "policies", [{}, {"queues": "sjf", "eviction": "gdsf", "prefetch": 3}, {"eviction": "none", "prefetch": 2}]
-)
-@pytest.mark.parametrize("cold_start", ["blocking", "assist", "auto"])
-@pytest.mark.parametrize(
-    ("kv_blocks", "max_loras", "prefix_cache", "shared_mib"),
-    [(600, 16, True, 0), (90, 3, False, 0), (50, 16, True, 1), (50, 16, False, 1)],
-)
+MEMORIES = [(600, 16, True, 0), (90, 3, False, 0), (50, 16, True, 1), (50, 16, False, 1)]
+COLD_STARTS = ["blocking", "assist", "auto"]
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"queues": "sjf", "eviction": "gdsf", "prefetch": 3},
+    {"eviction": "none", "prefetch": 2},
+]
+
+
+def combined() -> list[Any]:
+    """Every combination. The suite runs some in which each two values of different settings meet; the others are thorough."""
+    made = []
+    for (m, memory), (c, cold_start), (p, policies) in product(*map(enumerate, (MEMORIES, COLD_STARTS, POLICIES))):
+        marks = () if p == (m + c) % len(POLICIES) else pytest.mark.thorough
+        made.append(pytest.param(*memory, cold_start, policies, marks=marks))
+    return made
+
+
+@pytest.mark.parametrize(("kv_blocks", "max_loras", "prefix_cache", "shared_mib", "cold_start", "policies"), combined())
 def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_its_steps(
     checkpoint, kv_blocks: int, max_loras: int, prefix_cache: bool, shared_mib: int, cold_start: str, policies: dict[str, Any]
 ) -> None:

@@ -21,15 +21,23 @@ def requests(adapters: list[Any]) -> list[EngineRequest]:
     return made
 
 
+@pytest.fixture(scope="module")
+def undisturbed(checkpoint) -> dict[str, list[int]]:
+    """The tokens of each request where there is room for all."""
+    model_dir, adapters = checkpoint
+    return run(make_engine(model_dir, max_running=12, max_step_tokens=48), requests(adapters), per_step=2).tokens
+
+
 @pytest.mark.parametrize("queues", ["sjf", "static", "chameleon", "motet"])
 @pytest.mark.parametrize("eviction", ["score", "next-use", "none"])
-def test_queues_and_evictions_change_no_token(checkpoint, queues: str, eviction: str) -> None:
+def test_queues_and_evictions_change_no_token(
+    checkpoint, undisturbed: dict[str, list[int]], queues: str, eviction: str
+) -> None:
     model_dir, adapters = checkpoint
     few = {"kv_blocks": 30, "max_running": 12, "max_step_tokens": 48, "max_loras": 4}
-    plain = run(make_engine(model_dir, max_running=12, max_step_tokens=48), requests(adapters), per_step=2)
     engine = make_engine(model_dir, queues=queues, eviction=eviction, **few)
     done = run(engine, requests(adapters), per_step=2)
-    assert done.tokens == plain.tokens
+    assert done.tokens == undisturbed
 
 
 def test_some_requests_of_this_test_are_preempted(checkpoint) -> None:

@@ -248,30 +248,30 @@ def simulated(workload: Workload, spec: WorkerSpec) -> tuple[list[Record], int]:
     return told.history, cluster.metrics.preemptions
 
 
-@pytest.mark.parametrize("copies", ["between the steps", "blocking", "auto"])
-@pytest.mark.parametrize(
-    ("kv_blocks", "max_loras", "prefix_cache", "busy"),
+COPIES = pytest.mark.parametrize("copies", ["between the steps", "blocking", "auto"])
+SETTINGS = pytest.mark.parametrize(
+    ("kv_blocks", "max_loras", "prefix_cache", "busy", "seed"),
     [
-        (600, 16, True, True),
-        (60, 3, True, True),
-        (56, 3, False, False),
-        (44, 2, True, True),
-        (40, 2, True, True),
-        (40, 2, False, True),
-        (40, 2, False, False),
-        (40, 1, True, False),
+        (600, 16, True, True, 0),
+        (60, 3, True, True, 0),
+        (56, 3, False, False, 0),
+        (44, 2, True, True, 0),
+        (40, 2, True, True, 0),
+        (40, 2, False, True, 0),
+        (40, 2, False, False, 0),
+        (40, 1, True, False, 1),
     ],
 )
+
+
+@COPIES
+@SETTINGS
 def test_live_and_simulated_histories_are_equal_event_by_event(
-    checkpoint: Any, copies: str, kv_blocks: int, max_loras: int, prefix_cache: bool, busy: bool
+    checkpoint: Any, copies: str, kv_blocks: int, max_loras: int, prefix_cache: bool, busy: bool, seed: int
 ) -> None:
-    history: list[Record] = []
-    preempted = 0
-    for seed in range(3):
-        live, workload, spec = served(checkpoint, Setting(copies, kv_blocks, max_loras, prefix_cache, busy), seed)
-        assert (live.told.history, live.preempted) == simulated(workload, spec), f"seed {seed}"
-        history += live.told.history
-        preempted += live.preempted
+    live, workload, spec = served(checkpoint, Setting(copies, kv_blocks, max_loras, prefix_cache, busy), seed)
+    history = live.told.history
+    assert (history, live.preempted) == simulated(workload, spec)
 
     happened = {record[0] for record in history}
     assert {"assign", "load", "loaded", "start", "device", "running", "end"} <= happened
@@ -279,4 +279,15 @@ def test_live_and_simulated_histories_are_equal_event_by_event(
     assert {record[2] for record in history if record[0] == "evict"} == {"host", "disk"}
     assert ("left" in happened) == (max_loras < len(workload.ranks)), "adapters leave the device for lack of slots alone"
     if kv_blocks <= 44:
-        assert preempted and "waiting" in happened
+        assert live.preempted and "waiting" in happened
+
+
+@pytest.mark.thorough
+@COPIES
+@SETTINGS
+def test_histories_of_other_requests_are_equal_too(
+    checkpoint: Any, copies: str, kv_blocks: int, max_loras: int, prefix_cache: bool, busy: bool, seed: int
+) -> None:
+    for other in range(seed + 1, seed + 3):
+        live, workload, spec = served(checkpoint, Setting(copies, kv_blocks, max_loras, prefix_cache, busy), other)
+        assert (live.told.history, live.preempted) == simulated(workload, spec), f"seed {other}"

@@ -22,6 +22,7 @@ from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import FakeScheduler, assigned, cancelled, put_adapter, running_gateway, start_workers
 from tests.support import eventually
 
+TENANTS = ("acme", "globex")  # with streams of their own
 SCHEMAS = Path(__file__).resolve().parents[3] / "docs" / "nats"
 
 

@@ -30,6 +30,8 @@ from tests.services.gateway.test_intake import chat, publish, queue_is_empty, re
 from tests.support import eventually, reading
 from tests.support_worker import FakeWorker
 
+TENANTS = ("acme", "globex")  # with streams of their own
+
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,9 @@ from motet.services.worker.config import WorkerConfig
 from motet.services.worker.service import WorkerService
 from tests.services.worker.support_service import BASE, Mesh, Running, Start
 from tests.support_models import AdapterFixture, Oracle, make_adapters, make_checkpoint
+from tests.support_triton import replace_once_per_launch
+
+replace_once_per_launch()  # interpreted kernels are quicker
 
 
 @pytest.fixture(scope="session")

@@ -20,10 +20,10 @@ def test_every_family_says_the_same_with_fused_operations(family: str, tmp_path:
     adapters = make_adapters(model_dir, tmp_path)[2:4]
     fused, plain = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
     monkeypatch.setattr(fused.steps.model, "pointwise", pointwise)
-    prompts = random_prompts(3, seed=1, longest=25)
-    ours, theirs = ([Sequence(prompt, i - 1, 4) for i, prompt in enumerate(prompts)] for _ in range(2))
-    drive(fused, ours, chunk=9)
-    drive(plain, theirs, chunk=9)
+    prompts = random_prompts(3, seed=1, shortest=7, longest=7)
+    ours, theirs = ([Sequence(prompt, i - 1, 2) for i, prompt in enumerate(prompts)] for _ in range(2))
+    drive(fused, ours, chunk=5)
+    drive(plain, theirs, chunk=5)
     for one, other in zip(ours, theirs, strict=True):
         assert one.output == other.output
         torch.testing.assert_close(torch.stack(one.logits), torch.stack(other.logits), rtol=1e-4, atol=1e-4)

@@ -58,7 +58,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_27_requests_over_8_adapters_and_the_base_say_what_the_oracle_says(family: Family, chunk: int) -> None:
-    sequences = family.sequences(27, 10, seed=chunk)
+    sequences = family.sequences(27, 10, seed=1)
     drive(family.runner, sequences, chunk=chunk, seed=chunk)
     for sequence in sequences:
         assert len(sequence.output) == 10
