@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
-from motet.shared.worker_options import QueuesName
+from bench.rivals import QUEUES
 from tests.parity.every_policy import Setting, difference, settings
 
 EVICTIONS = ("next-use", "gdsf")
-QUEUES = get_args(QueuesName)
 
 
 def sampled(setting: Setting) -> bool:
     """One eviction for each order of requests and kind of memory, in turn: `make parity` compares all of them."""
-    turn = QUEUES.index(setting.queues) + setting.shared + setting.merge
+    turn = [*QUEUES].index(setting.queues) + setting.shared + setting.merge
     return setting.seed == 1 and setting.eviction == EVICTIONS[turn % len(EVICTIONS)]
 
 
