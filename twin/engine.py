@@ -296,7 +296,6 @@ class Engine:
         self._shell.report(Stepped([live.brief for live in plan.preempted + plan.admitted], device=device))
         metrics.prefetches += len(plan.prefetched)
         metrics.preemptions += len(plan.preempted)
-        metrics.admissions += len(plan.admitted)
         metrics.device_loads += len(plan.loads)
         metrics.evictions += len(plan.evictions)
 

@@ -59,7 +59,7 @@ class Mesh:
         self.events, self._random = network.events, network.random
         metrics = Metrics(len(workload))
         adapters = {adapter.digest: adapter for adapter in workload.adapters}
-        self._workers = [WorkerProcess(i, spec, network, metrics, adapters, counts) for i, spec in enumerate(workers)]
+        self._workers = [WorkerProcess(i, spec, network, metrics, adapters) for i, spec in enumerate(workers)]
         by_id = {process.worker.worker_id: process for process in self._workers}
         self._schedulers = [SchedulerProcess(i, scheduler, network, by_id) for i in range(scheduler.copies)]
         base_model = workers[0].limits.base_model

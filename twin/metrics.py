@@ -43,8 +43,7 @@ class Metrics:
     output_tokens: NDArray[np.int32] = field(init=False)
     refused: NDArray[np.bool_] = field(init=False)
     preemptions: int = 0
-    admissions: int = 0  # into a batch, again after a preemption
-    adapter_admissions: int = 0
+    adapter_admissions: int = 0  # of requests with an adapter into a batch, again after a preemption
     device_loads: int = 0
     prefetches: int = 0  # copies that began before a request's turn
     foreseen: int = 0  # copies to the device ahead of any request

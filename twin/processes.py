@@ -57,8 +57,6 @@ class Counts:
 
     resumed: int = 0
     moved: int = 0
-    strays: int = 0
-    frames_lost: int = 0
     ended: dict[str, int] = field(default_factory=dict)
 
 
@@ -120,10 +118,9 @@ class WorkerProcess(Process):
         network: Network,
         metrics: Metrics,
         adapters: Mapping[str, AdapterRef],
-        counts: Counts,
     ) -> None:
         super().__init__("worker", index)
-        self._spec, self._network, self._metrics, self._adapters, self._counts = spec, network, metrics, adapters, counts
+        self._spec, self._network, self._metrics, self._adapters = spec, network, metrics, adapters
         self.begin()
 
     def begin(self) -> None:
@@ -183,7 +180,6 @@ class WorkerProcess(Process):
             drawn = network.random.random()
             copies = 0 if drawn < 0.08 else 2 if drawn < 0.16 else 1
             late_s = 0.2 * network.random.random() if drawn > 0.9 else 0.0
-            self._counts.frames_lost += not copies
         for _ in range(copies):
             network.send(self, gateway, gateway.frame, self.worker.worker_id, items, late_s=late_s)
 
@@ -369,7 +365,6 @@ class Gateway(Process):
                 case Told(what):
                     self._counts.resumed += what == "resumed"
                     self._counts.moved += what == "moved"
-                    self._counts.strays += what == "stray"
 
     def _submit(self, asked: Submit) -> None:
         stream, epoch, network = asked.owned, asked.epoch, self._network

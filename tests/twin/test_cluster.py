@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import bench.rivals  # noqa: F401 (adds the names)
+import bench.rivals  # noqa: F401 (most-idle)
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.metrics import NEVER
 from motet.twin.scheduler import SchedulerSpec
