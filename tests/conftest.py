@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +44,15 @@ def log_levels() -> Iterator[None]:
     yield
     for each, level in zip(loggers, levels, strict=True):
         each.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """Restore the number of torch's threads after each test, because a worker in this process sets its own."""
+    yield
+    torch, threads = sys.modules.get("torch"), int(os.environ["OMP_NUM_THREADS"])
+    if torch is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 _begun = itertools.count(1)
