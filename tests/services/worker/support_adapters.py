@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import bench.rivals  # noqa: F401 (lru)
 from motet.policies.memory.host_tier import DiskRoom, HostTier, Load
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
@@ -31,7 +32,7 @@ class AdapterTiers:
         parse: Callable[[Path, str], HostAdapter],
         on_change: Callable[[str], None],
     ) -> None:
-        self.tier: HostTier[asyncio.Future[HostAdapter]] = HostTier(host_bytes, disk_bytes, files=files.found)
+        self.tier: HostTier[asyncio.Future[HostAdapter]] = HostTier(host_bytes, disk_bytes, files=files.found, eviction="lru")
         self.store = AdapterLoader(bus, files, self, parse=parse)
         self._on_change = on_change
 
