@@ -66,7 +66,7 @@ LONGEST_PROMPT, LONGEST_OUTPUT = 128, 96
 BLOCK_SIZE = 16
 MIB = 1 << 20
 WAYS: dict[str, dict[str, str]] = {
-    "on demand": {"adapter_eviction": "none", "cold_start": "blocking", "device_memory": "fixed"},
+    "on demand": {"plugins": "bench.rivals", "adapter_eviction": "none", "cold_start": "blocking", "device_memory": "fixed"},
     "motet": {},
     "assisted": {"assist_processes": "1"},
 }

@@ -14,6 +14,7 @@ from motet.twin.traces import read_popularity
 from motet.twin.workload import Workload
 
 
+@pytest.mark.bench
 def test_the_scheduler_bench_measures_every_policy(capsys) -> None:
     figures = scheduler.run(Namespace(quick=True, seconds=0.1, watch=Watch()))
     assert 0 < figures["decision_p50_ms"] <= figures["decision_p99_ms"] and figures["decisions_per_s"] > 0
@@ -32,6 +33,7 @@ def test_another_seed_draws_other_requests_of_the_same_kind() -> None:
     assert sorted(set(first.ranks)) == sorted(set(other.ranks)) and len(other) == pytest.approx(len(first), rel=0.2)
 
 
+@pytest.mark.bench
 def test_the_cluster_bench_compares_every_policy_and_motet_is_faster_than_chance(capsys) -> None:
     figures = cluster.run(Namespace(quick=True, seconds=2.0, data=None, seed=0, minutes="", watch=Watch()))
     for kernel in ("", "_bgmv"):
