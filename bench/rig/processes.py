@@ -19,7 +19,6 @@ from typing import IO, Any, NamedTuple, Self
 
 from bench import ROOT
 from motet.cli.lifeline import dying_with_parent
-from motet.cli.process import tail
 
 START_S = 120.0
 END_S = 30.0
@@ -107,6 +106,8 @@ class ChildProcess:
 
     def said(self, lines: int = LOG_LINES) -> str:
         """The end of its log."""
+        from motet.cli.process import tail  # it brings aiohttp, which would count as memory of benches that only spawn
+
         return tail(Path(self._sink.name), lines)
 
     def tree(self) -> list[int]:
