@@ -32,6 +32,8 @@ from motet.shared.plugins import PluginError, import_plugins
 from motet.shared.tables import Table, UnknownName
 
 C = TypeVar("C", bound="Config")
+PLUGINS = "plugins"
+"""The option that is read before all that may name what plug-ins add: `ProcessConfig` comes first in every service."""
 COMMON = {"help": "common"}
 """`Meta(extra=COMMON)`: `motet up --help` shows the option; it shows the others with --help-all."""
 EXPERT = {"help": "expert"}
@@ -42,14 +44,6 @@ PER_PROCESS = {"help": "process"}
 
 class ConfigError(Exception):
     """A configuration value that cannot be used; the message names the flag, the variable and the reason."""
-
-
-def load_plugins(listed: str) -> None:
-    """Import the plug-ins of a comma-separated list. Raises ConfigError."""
-    try:
-        import_plugins(listed)
-    except PluginError as error:
-        raise ConfigError(f"--plugins: {error}") from error
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,12 +215,17 @@ class Field(msgspec.Struct, frozen=True):
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
 
     def read(self, text: Any) -> Any:
-        """The value of a flag or variable. Raises ConfigError with the flag's name."""
+        """The value of a flag or variable. Raises ConfigError with the flag's name.
+
+        Reading `plugins` imports them: options that are read later may name what they add.
+        """
         try:
             value = msgspec.convert(text, self.hint, strict=False)
             if self.table is not None:
                 self.table.named(value)
-        except (msgspec.ValidationError, UnknownName) as error:
+            if self.name == PLUGINS:
+                import_plugins(value)
+        except (msgspec.ValidationError, UnknownName, PluginError) as error:
             raise ConfigError(f"{self.flag}: {error}") from None
         return value
 
@@ -267,10 +266,7 @@ def load(cls: type[C], flags: Mapping[str, Any], environ: Mapping[str, str] = os
     """
     values: dict[str, Any] = {}
     unknown = set(flags)
-    options = fields(cls)
-    if any(option.name == "plugins" for option in options):
-        load_plugins(flags.get("plugins") or environ.get("MOTET_PLUGINS", ""))  # an option may name what they add
-    for option in options:
+    for option in fields(cls):
         unknown.discard(option.name)
         given = flags.get(option.name)
         if given is None:

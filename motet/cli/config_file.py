@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from motet.shared.config import ConfigError, Field
+from motet.shared.config import PLUGINS, ConfigError, Field
 
 MAX_BYTES = 1 << 20
 
@@ -40,7 +40,7 @@ def read_options(path: Path, options: Mapping[str, Field]) -> dict[str, Any]:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}:{_line(root)}: expected lines `option: value`")
     values: dict[str, Any] = {}
-    for key, value in root.value:
+    for key, value in sorted(root.value, key=lambda line: line[0].value != PLUGINS):  # the others may name what they add
         where = f"{path}:{_line(key)}"
         option = _named(key, options, where)
         if option.name in values:

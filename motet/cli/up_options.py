@@ -26,7 +26,7 @@ from motet.services.gateway.config import GatewayConfig
 from motet.services.registry.config import RegistryConfig
 from motet.services.worker.config import WorkerConfig
 from motet.shared.chat_templates import served_templates
-from motet.shared.config import COMMON, Config, ConfigError, Field, ServiceConfig, fields, load
+from motet.shared.config import COMMON, PLUGINS, Config, ConfigError, Field, ServiceConfig, fields, load
 from motet.shared.hub import resolve_model
 
 TEXTS = {
@@ -153,6 +153,10 @@ def _taken(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, An
     taken = {name: value for name, value in given.items() if value is not None and name in options}
     if not given.get("config"):
         return taken
+    if PLUGINS in taken:  # the file may name what they add
+        options[PLUGINS].read(taken[PLUGINS])
+    elif options[PLUGINS].variable in environ:
+        options[PLUGINS].read(environ[options[PLUGINS].variable])
     read = read_options(Path(given["config"]), options)
     return {name: value for name, value in read.items() if options[name].variable not in environ} | taken
 

@@ -179,6 +179,18 @@ def test_an_error_in_the_file_names_its_line(text: str, line: int, said: str, tm
     assert str(caught.value).startswith(f"{file}:{line}: ") and said in str(caught.value)
 
 
+@pytest.mark.parametrize("where", ["in the file", "by flag", "by variable"])
+def test_a_file_may_name_what_plugins_add_wherever_they_are_named(where: str, tmp_path: Path) -> None:
+    plugin, file = tmp_path / f"adds_a_policy_{where.split()[-1]}.py", tmp_path / "motet.yaml"
+    policy = plugin.stem.replace("_", "-")
+    plugin.write_text(f"from motet.policies.cluster.dispatch import POLICIES\nPOLICIES.add({policy!r}, POLICIES['motet'])\n")
+    line = f"plugins: {plugin}\n" if where == "in the file" else ""
+    file.write_text(f"demo: true\npolicy: {policy}\n{line}")
+    flags = {"plugins": str(plugin)} if where == "by flag" else {}
+    environ = {"MOTET_PLUGINS": str(plugin)} if where == "by variable" else {}
+    assert stack_options({"config": file, **flags}, environ).given["policy"] == policy
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         options("--config", str(tmp_path / "nowhere.yaml"))
