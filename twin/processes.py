@@ -77,14 +77,10 @@ def token_of(request: int, index: int) -> int:
     return (request * 1_000_003 + index * 7_919) % 50_000
 
 
-class Stream(Owned):
-    """A simulated client's stream."""
+class Kept(Owned):
+    """A request that keeps what it gets."""
 
-    __slots__ = ("request",)
-
-    def __init__(self, request: Request, now_s: float) -> None:
-        super().__init__(request.request_id, request.output_tokens, constrained=False, now_s=now_s)
-        self.request = request
+    __slots__ = ()
 
     def push_plain(self, new: list[int]) -> bool:
         self.tokens += new
@@ -106,6 +102,16 @@ class Stream(Owned):
 
     def fail(self, error: Any) -> None:
         self.error = error
+
+
+class Stream(Kept):
+    """A simulated client's stream."""
+
+    __slots__ = ("request",)
+
+    def __init__(self, request: Request, now_s: float) -> None:
+        super().__init__(request.request_id, request.output_tokens, constrained=False, now_s=now_s)
+        self.request = request
 
 
 class WorkerProcess(Process):

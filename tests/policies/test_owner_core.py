@@ -26,37 +26,15 @@ from motet.policies.owner.events import (
 )
 from motet.policies.owner.life import TRANSITIONS, Owned
 from motet.policies.owner.owner_core import GAP_S, LOSSES_MAX, OPEN_PATIENCE_S, SILENCE_S, OwnerCore
-from motet.twin.processes import Item
+from motet.twin.processes import Item, Kept
 
 LATE = Trouble("late", "deadline_exceeded", "late")
 AWAY = Trouble("unavailable", "unavailable", "away")
 
 
-class Taken(Owned):
-    """A request that keeps what it gets."""
-
+class Taken(Kept):
     def __init__(self, request_id: str = "r", max_tokens: int = 8, *, constrained: bool = False) -> None:
         super().__init__(request_id, max_tokens, constrained=constrained, now_s=0.0)
-
-    def push_plain(self, new: list[int]) -> bool:
-        self.tokens += new
-        return True
-
-    def push(self, new: list[int], item: Any, logprobs: Any) -> None:
-        self.tokens += new
-        self.finish = item.finish
-
-    def see_plain(self) -> None:
-        self.plain = bool(self.tokens) and not self.early
-
-    def begin_again(self) -> bool:
-        return False
-
-    def end(self, finish: Any) -> None:
-        self.finish = finish
-
-    def fail(self, error: Any) -> None:
-        self.error = error
 
 
 class World:
