@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def configuration() -> str:
     return "\n".join(out) + "\n"
 
 
-def _options(options: list[Field]) -> list[str]:
+def _options(options: Sequence[Field]) -> list[str]:
     """A table for each group."""
     rows: list[str] = []
     group: object = None

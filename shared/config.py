@@ -22,6 +22,7 @@ import socket
 import ssl
 import typing
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -230,9 +231,10 @@ class Field(msgspec.Struct, frozen=True):
         return value
 
 
-def fields(cls: type[Config]) -> list[Field]:
+@cache
+def fields(cls: type[Config]) -> tuple[Field, ...]:
     """All options of a configuration, in the order in which they are declared."""
-    return list(_fields(cls, ()))
+    return tuple(_fields(cls, ()))
 
 
 def _fields(cls: type[Config], groups: tuple[tuple[str, type[Config]], ...]) -> typing.Iterator[Field]:

@@ -58,7 +58,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     """All routes of one gateway."""
     app = FastAPI(title="Motet", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     api = APIRouter(dependencies=[Depends(gateway.keys.admit)])
-    install_error_handlers(app, api)
+    install_error_handlers(app)
     config, requests = gateway.config, Requests(gateway)
     description = Description()
     of = description.of
@@ -142,7 +142,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     front.add_routes(app.router, gateway, VERSION, description)
     for add_routes in ROUTES:
         add_routes(api, gateway, description)
-    app.include_router(api)
+    app.router.routes.extend(api.routes)  # `include_router` would build each of them once more, at the first request
     keyless = not gateway.keys.required
     description.add_routes(app, config, keyless=keyless)
 

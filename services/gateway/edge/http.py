@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Path
+from fastapi import FastAPI, Path
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -199,8 +199,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def install_error_handlers(app: FastAPI, api: APIRouter) -> None:
-    """Every failure becomes an OpenAI-shaped answer; `api` holds those routes of `app` that need a key."""
+def install_error_handlers(app: FastAPI) -> None:
+    """Every failure becomes an OpenAI-shaped answer."""
 
     async def on_motet_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, MotetError)
@@ -222,7 +222,7 @@ def install_error_handlers(app: FastAPI, api: APIRouter) -> None:
         headers = dict(error.headers or {})
         if error.status_code == 405:  # of all routes with this path, not only of the first
             path = request.url.path
-            found = [route for route in (*app.routes, *api.routes) if isinstance(route, Route) and route.path_regex.match(path)]
+            found = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
             meant = max((route.path for route in found), key=len, default="")  # an adapter's pin, not an adapter called .../pin
             methods = {method for route in found if route.path == meant for method in route.methods or ()}
             headers = {"allow": ", ".join(sorted(methods))}
