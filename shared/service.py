@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import sys
 from collections.abc import Coroutine
@@ -160,6 +161,7 @@ async def live(service: Service, config: ServiceConfig) -> int:
         port = await ops.start()
         if not await _unless(stopping, service.start()):
             return 0
+        gc.freeze()  # the garbage collector never looks again at what lives as long as the process
         log.info("started", extra={"ops": f"http://{config.process.ops_host}:{port}"})
         while not stopping.is_set():
             if why := service.failure():

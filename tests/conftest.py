@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -22,9 +22,10 @@ if not Path("/dev/nvidiactl").exists():  # read when a test first imports triton
 from motet.cli.nats_server import NatsServer
 from motet.shared.bus import Bus
 from motet.shared.config import BusConfig
+from motet.shared.malloc import uncollected
 from motet.shared.provision import provision
 
-COLLECT_EVERY = 50  # tests
+COLLECT_ALL_EVERY = 1000  # tests
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -55,15 +56,25 @@ def torch_threads() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports make many objects that stay: nothing looks for garbage among them."""
+    with uncollected():
+        result = yield
+        gc.freeze()
+    return result
+
+
 _begun = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
 def old_objects_are_not_collected() -> None:
-    """A garbage collection looks at what this test made, not at all imported modules: each gateway collects when it starts."""
-    if next(_begun) % COLLECT_EVERY == 0:
+    """Before each test a collection looks at what is younger than the test before. One that looks at all imported modules takes
+    half a second. It is rare: it finds what outlived its test and became garbage later, as a module's fixtures do."""
+    if next(_begun) % COLLECT_ALL_EVERY == 0:
         gc.unfreeze()
-        gc.collect()
+    gc.collect()
     gc.freeze()
 
 

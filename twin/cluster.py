@@ -165,8 +165,9 @@ class Cluster:
         """Simulate until every request has ended, or until `until_s`. Calls `progress(now_s)` from time to time."""
         events, every = self.events, PS_PER_S
         until_ps = None if until_s is None else round(until_s * PS_PER_S)
-        gc.freeze()  # the collector need not look at the workload and its adapters again and again
-        thresholds = gc.get_threshold()
+        thresholds, freezes = gc.get_threshold(), not gc.get_freeze_count()  # `unfreeze` would undo what the caller has frozen
+        if freezes:
+            gc.freeze()  # the collector need not look at the workload and its adapters again and again
         gc.set_threshold(NEW_OBJECTS, *thresholds[1:])
         try:
             while self.unfinished and (until_ps is None or events.now_ps < until_ps):
@@ -178,7 +179,8 @@ class Cluster:
                     progress(events.now_s)
         finally:
             gc.set_threshold(*thresholds)
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
 
     def summary(self) -> dict[str, Any]:
         """The figures of the run so far, or up to the last token."""

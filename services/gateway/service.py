@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import ssl
@@ -126,9 +125,6 @@ class GatewayService:
         self._stack.push_async_callback(self.intake.stop)
         self._observe()
         await self._serve(listener, tls if http.tls_cert_file else None)
-        gc.collect()
-        gc.freeze()  # what lives as long as the process is never looked at again
-        self._stack.callback(gc.unfreeze)
         self._started = True
         scheme = "https" if config.http.tls_cert_file else "http"
         log.info("serving", extra={"url": f"{scheme}://{config.http.host}:{self.port}", "model": config.base.name})

@@ -56,12 +56,21 @@ def test_overloaded_workers_that_share_their_memory_serve_more_requests() -> Non
     assert shared["finished"] > fixed["finished"]
 
 
-def test_a_run_leaves_the_garbage_collector_as_it_was() -> None:
-    before, seen = gc.get_threshold(), []
-    cluster = Cluster(workload(0), [spec()], SchedulerSpec())
-    cluster.run(progress=lambda _: seen.append(gc.get_threshold()))
-    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
-    assert all(threshold[0] > before[0] for threshold in seen) and seen
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_run_leaves_the_garbage_collector_as_it_was(frozen: bool) -> None:
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+    before, thresholds, counts = gc.get_threshold(), [], []
+
+    def look(_: float) -> None:
+        thresholds.append(gc.get_threshold())
+        counts.append(gc.get_freeze_count())
+
+    Cluster(workload(0), [spec()], SchedulerSpec()).run(progress=look)
+    assert gc.get_threshold() == before and (gc.get_freeze_count() > 0) == frozen
+    assert all(threshold[0] > before[0] for threshold in thresholds) and thresholds
+    assert all(counts), "the collector never looks at what was there before"
 
 
 def test_the_same_arguments_give_the_same_history_and_another_seed_does_not() -> None:
