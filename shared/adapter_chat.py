@@ -14,23 +14,12 @@ import msgspec
 from motet.shared.errors import InvalidAdapter
 from motet.shared.generation_config import GenerationDefaults, eos_token_ids, generation_defaults
 from motet.shared.hf_config import UnsupportedModel
-from motet.shared.tokenizer import (
-    ADDED_FILE,
-    CONFIG_FILE,
-    SPECIAL_MAP_FILE,
-    TEMPLATES_DIR,
-    UnusableFile,
-    declared_tokens,
-    json_object,
-)
+from motet.shared.text_files import CONFIG_FILE, GENERATION_FILE, WITHOUT
+from motet.shared.tokenizer import UnusableFile, declared_tokens, json_object
 
-GENERATION_FILE = "generation_config.json"
-TEXT_FILES = (CONFIG_FILE, SPECIAL_MAP_FILE, ADDED_FILE, "chat_template.jinja", "chat_template.json", GENERATION_FILE)
-"""The files of an adapter that are read beside its configuration and weights, and templates in `additional_chat_templates`."""
 MAX_RECORD_BYTES = 60 * 1024  # of an AdapterChat as JSON: what a record may have
 MAX_TOKENS = 65_536  # that the files of a tokenizer declare
 MAX_NEW_SPECIAL = 16  # special tokens that are plain entries of the base: texts are searched for each of them
-WITHOUT = "register it with chat=false (motet adapters add --no-chat) to serve it with the base model's template and tokens"
 
 
 class Template(msgspec.Struct, frozen=True):
@@ -54,12 +43,6 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
     def digest(self) -> str:
         """SHA-256 of the content, in hex."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
-
-
-def is_text_file(name: str) -> bool:
-    """Whether a file of this path, relative to the adapter's directory, is one that is read."""
-    folder, _, file = name.rpartition("/")
-    return name in TEXT_FILES or (folder == TEMPLATES_DIR and file.endswith(".jinja"))
 
 
 def read_chat(

@@ -28,9 +28,10 @@ from jinja2 import nodes
 from jinja2.sandbox import SecurityError
 
 import motet
-from motet.shared.adapter_chat import WITHOUT, AdapterChat, read_chat
+from motet.shared.adapter_chat import AdapterChat, read_chat
 from motet.shared.chat_templates import ChatTemplate, GenerationTag
 from motet.shared.errors import BadRequest, ErrorInfo, InvalidAdapter, MotetError
+from motet.shared.text_files import WITHOUT
 from motet.shared.tokenizer import UnusableFile, load_tokenizer
 
 RENDER_CPU_S = 1.0

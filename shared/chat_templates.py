@@ -31,7 +31,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest
-from motet.shared.tokenizer import CONFIG_FILE, TEMPLATES_DIR, UnusableFile, json_object, read_texts, special_tokens
+from motet.shared.text_files import CONFIG_FILE, TEMPLATES_DIR
+from motet.shared.tokenizer import UnusableFile, json_object, read_texts, special_tokens
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 CHATML = """\

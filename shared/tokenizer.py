@@ -26,11 +26,9 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from motet.shared.text_files import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE, TEMPLATES_DIR
+
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-CONFIG_FILE = "tokenizer_config.json"
-SPECIAL_MAP_FILE = "special_tokens_map.json"
-ADDED_FILE = "added_tokens.json"
-TEMPLATES_DIR = "additional_chat_templates"
 MODEL_FILE = "config.json"
 FILES = (
     MODEL_FILE,

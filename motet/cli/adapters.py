@@ -16,8 +16,7 @@ import click
 from motet.cli.client import Client
 from motet.cli.status import refused_lines
 from motet.cli.terminal import as_json_option, ask, connection, print_json, table, terminal
-from motet.shared.adapter_chat import is_text_file
-from motet.shared.tokenizer import TEMPLATES_DIR
+from motet.shared.text_files import TEMPLATES_DIR, is_text_file
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 SOURCE = re.compile(r"[a-z][a-z0-9_+.-]*:.")  # a kind of places, and one of them

@@ -26,8 +26,9 @@ CPU_BASE_S = 15
 CPU_BYTES_PER_S = 32 * 1024 * 1024  # inflating runs at several times this
 WALL_FACTOR = 4  # the child may share its core
 _ROOT = Path(__file__).absolute().parents[3].resolve()  # where `motet` is: its rooms may be links, which are not followed
+_PATHS = [str(_ROOT), str(Path(msgspec.__file__).parents[1])]  # for a child that does not look for packages: half of its start
 CHILD = (
-    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from motet.services.registry.unpack import main; "
+    f"import sys; sys.path[:0] = {_PATHS!r}; from motet.services.registry.unpack import main; "
     "main(sys.argv[1], *map(int, sys.argv[2:]))"
 )
 
@@ -63,7 +64,7 @@ def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str, *
 
 
 def _in_child(limits: UnpackLimits, descriptors: tuple[int, ...]) -> Done:
-    command = [sys.executable, "-I", "-c", CHILD, msgspec.json.encode(limits).decode(), *map(str, descriptors)]
+    command = [sys.executable, "-I", "-S", "-c", CHILD, msgspec.json.encode(limits).decode(), *map(str, descriptors)]
     try:
         child = subprocess.run(
             command,

@@ -10,10 +10,11 @@ from pathlib import Path
 import msgspec
 
 from motet.services.registry.files import shown
-from motet.shared.adapter_chat import WITHOUT, AdapterChat
+from motet.shared.adapter_chat import AdapterChat
 from motet.shared.chat_sandbox import COMMAND, LENGTH, Failed, Inspect, Read, answer_decoder, environment, framed
 from motet.shared.errors import InvalidAdapter, MotetError, from_info
 from motet.shared.telemetry import logger
+from motet.shared.text_files import WITHOUT
 
 log = logger("motet.registry.chats")
 WALL_S = 60.0  # the child may share its core; its CPU time is limited to a few seconds

@@ -6,8 +6,8 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from motet.shared.adapter_chat import WITHOUT
 from motet.shared.errors import InvalidAdapter, TooLarge
+from motet.shared.text_files import WITHOUT
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")

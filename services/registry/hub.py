@@ -37,8 +37,8 @@ from motet.services.registry.files import (
     shown,
     too_large,
 )
-from motet.shared.adapter_chat import is_text_file
 from motet.shared.errors import InvalidAdapter, TooLarge, Unavailable
+from motet.shared.text_files import is_text_file
 
 PARAM = "location"
 PUBLIC_ENDPOINT = "https://huggingface.co"

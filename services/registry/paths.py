@@ -25,9 +25,8 @@ from motet.services.registry.files import (
     shown,
     too_large,
 )
-from motet.shared.adapter_chat import is_text_file
 from motet.shared.errors import InvalidAdapter, Unavailable
-from motet.shared.tokenizer import TEMPLATES_DIR
+from motet.shared.text_files import TEMPLATES_DIR, is_text_file
 
 PARAM = "location"
 

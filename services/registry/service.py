@@ -32,7 +32,6 @@ from motet.services.registry.store import AdapterStore, check_name
 from motet.services.registry.threads import in_thread
 from motet.services.registry.usage import IDLE_S, Usage
 from motet.shared import subjects
-from motet.shared.adapter_chat import WITHOUT
 from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.audit import Audit, AuditEvent
 from motet.shared.base_shapes import BaseShapes, read_shapes
@@ -59,7 +58,7 @@ from motet.shared.refused_adapters import RefusedAdapters
 from motet.shared.service import BusService, run
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, check_tenant
-from motet.shared.tokenizer import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE
+from motet.shared.text_files import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE, WITHOUT
 from motet.shared.wire.registry import (
     AdapterInfo,
     AliasAdapter,

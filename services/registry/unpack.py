@@ -44,8 +44,8 @@ from motet.services.registry.files import (
     shown,
     too_large,
 )
-from motet.shared.adapter_chat import is_text_file
 from motet.shared.errors import InvalidAdapter, MotetError, TooLarge, Unavailable
+from motet.shared.text_files import is_text_file
 
 MAX_MEMBERS = 1000
 MAX_DIRECTORY_BYTES = 1024 * 1024

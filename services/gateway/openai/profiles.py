@@ -13,11 +13,12 @@ import msgspec
 
 from motet.services.gateway.openai.prompt import Prompts
 from motet.services.gateway.openai.rendering import Renderers
-from motet.shared.adapter_chat import MAX_NEW_SPECIAL, WITHOUT, AdapterChat, Template
+from motet.shared.adapter_chat import MAX_NEW_SPECIAL, AdapterChat, Template
 from motet.shared.chat_sandbox import Render
 from motet.shared.chat_templates import DEFAULT, TOOL_USE, ChatTemplate
 from motet.shared.errors import BadRequest, Unavailable
 from motet.shared.generation_config import GenerationDefaults
+from motet.shared.text_files import WITHOUT
 
 PROFILES_MAX = 256
 

@@ -24,7 +24,7 @@ from motet.services.worker.engines.model_config import read_model_config
 from motet.services.worker.engines.safetensors_files import INDEX, opened
 from motet.services.worker.native.checkpoint import check_files, projection_names
 from motet.shared.hf_config import UnsupportedModel
-from motet.shared.tokenizer import TEMPLATES_DIR
+from motet.shared.text_files import TEMPLATES_DIR
 
 COPIED = ("*.json", "*.jinja", f"{TEMPLATES_DIR}/*.jinja", "*.model", "*.txt")
 
