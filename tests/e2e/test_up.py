@@ -1,9 +1,8 @@
-"""`motet up` for a user: a quick first token, a drain on Ctrl-C, one stack per directory, no orphans."""
+"""`motet up` for a user: one stack per directory, an external NATS, no orphans. test_wheel.py has its start and its end."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,9 @@ import pytest
 from motet.cli import credentials
 from motet.cli.client import Client
 from motet.cli.nats_server import NatsServer
-from motet.cli.stack import read_facts
-from motet.shared.clock import now_s
-from tests.e2e.asking import answer, long_request
+from tests.e2e.asking import answer
 from tests.e2e.live import LiveStack, alive
 from tests.support import eventually
-
-FIRST_TOKEN_S = 10.0
 
 
 @pytest.fixture
@@ -29,37 +24,6 @@ def own(tmp_path: Path) -> Iterator[LiveStack]:
     yield live
     if live.process is not None:
         live.stop()
-
-
-async def test_first_token_soon_and_ctrl_c_lets_a_stream_finish(own: LiveStack) -> None:
-    began = now_s()
-    own.launch()
-    facts = await asyncio.to_thread(own.wait_ready)
-    async with Client(facts.urls[0]) as client:
-        assert await answer(client, "upper-case", "hello there") == "HELLO THERE"
-        took_s = now_s() - began
-        busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # what others do here is not our slowness
-        assert took_s < FIRST_TOKEN_S * busy, own.output.read_text()
-        pieces: list[str] = []
-        finish: list[str] = []
-
-        async def stream() -> None:
-            async for event in client.events("/v1/completions", long_request(1)):
-                for choice in event["choices"]:
-                    pieces.append(choice["text"])
-                    finish.extend([choice["finish_reason"]] if choice["finish_reason"] else [])
-
-        streaming = asyncio.create_task(stream())
-        await eventually(lambda: len(pieces) >= 10)
-        pids = own.pids()
-        own.signal(signal.SIGINT)
-        await streaming
-    assert finish == ["length"]
-    assert await asyncio.to_thread(own.stop) == 0
-    assert not [pid for pid in pids if alive(pid)]
-    assert read_facts(own.data_dir) is None
-    said = own.output.read_text()
-    assert facts.urls[0] in said and "curl" in said and "draining" in said
 
 
 async def test_no_orphans_when_the_supervisor_is_killed(own: LiveStack) -> None:
