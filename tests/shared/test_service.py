@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -156,3 +157,35 @@ async def test_a_signal_during_the_start_ends_the_process_at_once():
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, before[number])
     assert Waiting.events == ["stopped"]
+
+
+class Brief:
+    """A service that has failed as soon as it has started. `frozen`: the objects that are then out of the collector's sight."""
+
+    name = "brief"
+
+    def __init__(self) -> None:
+        self.frozen = 0
+
+    async def start(self) -> None:
+        pass
+
+    def not_ready(self) -> list[str]:
+        return []
+
+    def failure(self) -> str:
+        self.frozen = self.frozen or gc.get_freeze_count()
+        return "its time is over"
+
+    async def drain(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+async def test_what_is_there_once_a_service_has_started_is_no_work_for_the_garbage_collector():
+    lives_on, brief = [[] for _ in range(1000)], Brief()
+    before = gc.get_freeze_count()
+    assert await service_module.live(brief, PredictorConfig.of(ops_port=0)) == 1
+    assert brief.frozen >= before + len(lives_on)
