@@ -72,4 +72,5 @@ STATE_GAPS = Counter(
 WORKERS = Gauge(
     "motet_scheduler_workers", "Known workers by state: live, or stale (no recent report).", ["state"], registry=REGISTRY
 )
+PREFIX_BLOCKS = Gauge("motet_scheduler_prefix_blocks", "Cached KV blocks of workers that are known.", registry=REGISTRY)
 IN_FLIGHT = Gauge("motet_scheduler_in_flight", "Assignments that no worker's state shows yet.", registry=REGISTRY)

@@ -215,6 +215,7 @@ class EngineThread:
                 failures=self._failures,
                 kv_blocks_free=engine.kv_blocks_free,
                 adapter_bytes_free=engine.adapter_bytes_free,
+                prefixes=engine.take_prefixes(),
             ),
         )
 

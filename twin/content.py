@@ -1,0 +1,26 @@
+"""The tokens of simulated requests, for prefix caches: equal prefix blocks have equal tokens, all other tokens are unique."""
+
+from __future__ import annotations
+
+from array import array
+
+from motet.policies.memory.kv_blocks import prompt_keys
+from motet.shared.wire.prefixes import PrefixKeys, pack_keys
+from motet.twin.workload import Request
+
+NO_CONTENT = array("i")
+
+
+def content(request: Request, length: int) -> array[int]:
+    """Token ids of prompt and output to come, so many together."""
+    tokens = array("i")
+    for block_id in request.prefix:
+        tokens.extend(array("i", (block_id,)) * request.prefix_tokens)
+    del tokens[request.prompt_tokens :]
+    return tokens + array("i", (~request.index,)) * (length - len(tokens))
+
+
+def prefix_keys(request: Request, block_size: int) -> PrefixKeys:
+    """The keys of the prompt that a gateway sends for workers with such blocks."""
+    prompt = content(request, request.prompt_tokens).tobytes()
+    return PrefixKeys(block_size, pack_keys(prompt_keys(prompt, block_size, request.adapter.digest, b"")))
