@@ -16,7 +16,9 @@ def content(request: Request, length: int) -> array[int]:
     tokens = array("i")
     for block_id in request.prefix:
         tokens.extend(array("i", (block_id,)) * request.prefix_tokens)
-    del tokens[request.prompt_tokens :]
+    end = request.prompt_tokens + request.output_tokens
+    del tokens[end if len(tokens) >= end else request.prompt_tokens :]
+    del tokens[length:]
     return tokens + array("i", (~request.index,)) * (length - len(tokens))
 
 

@@ -140,6 +140,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build()
+            engine.take_prefixes()  # what its warm-up cached is nobody's
         except BaseException as error:
             self._on_loop(_fail, self._built, error)
             return
