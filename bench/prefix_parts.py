@@ -11,6 +11,7 @@ import numpy as np
 from bench.rivals import POLICIES
 from motet.policies.cluster.prefix_index import Depth
 from motet.shared.model import PerfModel, Slo, WorkerLimits
+from motet.shared.scheduler_options import AdmissionName
 from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.metrics import NEVER, Latencies
@@ -41,7 +42,7 @@ WARM = 0.2
 """Share of the requests that fill the caches and are not counted."""
 
 
-def worker(*, prefix_cache: bool = True) -> WorkerSpec:
+def worker() -> WorkerSpec:
     """One GPU."""
     limits = WorkerLimits(
         base_model="llama-3-8b",
@@ -55,7 +56,7 @@ def worker(*, prefix_cache: bool = True) -> WorkerSpec:
         max_lora_rank=64,
     )
     steps = PerfSteps(PERF, context_token_ps=CONTEXT_TOKEN_PS)
-    options = WorkerOptions(prefix_cache=prefix_cache, max_step_tokens=2_048, max_loras=64)
+    options = WorkerOptions(prefix_cache=True, max_step_tokens=2_048, max_loras=64)
     return WorkerSpec(limits=limits, perf=PERF, steps=steps, options=options)
 
 
@@ -136,18 +137,19 @@ class Outcome:
     tpot_mean_ms: float
     attainment: float
     goodput: float  # requests per second within their objectives
-    reused: int  # tokens
+    reused: int  # tokens of prompts
+    reused_share: float  # of all
     refused: int
 
 
-def play(workload: Workload, workers: int, policy: str, *, aware: bool = True, prefix_cache: bool = True) -> Outcome:
+def play(workload: Workload, workers: int, policy: str, *, aware: bool = True, admission: AdmissionName = "room") -> Outcome:
     """One run. `policy` "oracle": Motet's, with every cache known at every moment."""
     oracle = policy == "oracle"
     scheduler = SchedulerSpec(
-        choose=POLICIES.named("motet" if oracle else policy)(), prefix_aware=aware, admission="room", max_tokens=1_024
+        choose=POLICIES.named("motet" if oracle else policy)(), prefix_aware=aware, admission=admission, max_tokens=1_024
     )
     bus = BusDelays(submit_ms=0.5, assign_ms=0.5, stream_ms=0.3)
-    cluster = Cluster(workload, [worker(prefix_cache=prefix_cache)] * workers, scheduler, bus=bus)
+    cluster = Cluster(workload, [worker()] * workers, scheduler, bus=bus)
     if oracle:
         know_all(cluster)
     cluster.run()
@@ -188,5 +190,6 @@ def outcome(workload: Workload, cluster: Cluster) -> Outcome:
         attainment=float(kept.sum()) / everybody,
         goodput=float(kept.sum()) / (workload.duration_s - began_s),
         reused=cluster.metrics.prefix_tokens,
+        reused_share=cluster.metrics.prefix_tokens / float(workload.prompt_tokens.sum()),
         refused=refused,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,7 +70,7 @@ class CacheAwareTree:
         self._index.remove(row, old)
         return Choice(row)
 
-    def _matching(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], keys: NDArray[np.int64] | list[int]) -> int:
+    def _matching(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], keys: Sequence[int]) -> int:
         matched = np.zeros(len(fit))
         for depth in self._index.depths(keys):
             matched[depth.rows] = depth.blocks * ask.prefix_keys[0].block_size
