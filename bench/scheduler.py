@@ -160,7 +160,7 @@ class _Fleet:
 
     def _hear(self, view: View, *, snapshot: bool = False) -> float:
         """Give the scheduler the worker's next message. Returns how long it took."""
-        message = msgspec.msgpack.encode(view.snapshot(PERF) if snapshot else view.delta())
+        message = msgspec.msgpack.encode(view.snapshot(PERF, lists_prefixes=False) if snapshot else view.delta())
         began = perf_counter()
         self.scheduler.on(Heard(self.decode(message), self.now_s, True))
         return perf_counter() - began

@@ -174,6 +174,7 @@ class RequestBrief(msgspec.Struct, array_like=True, gc=False):
     ttft_slo_ms: float = 0.0  # 0 for unknown
     tenant: str = ""
     tenant_weight: float = 1.0  # the tenant's share relative to others'
+    cached_tokens: int = 0  # of its prompt, that are expected in the worker's prefix cache
 
 
 class Residency(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -276,6 +277,8 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Tells checkpoints apart (`shared.checkpoint_digest`)."""
     base_tensors: dict[str, TensorDigest] = {}
     """The base's `embed_tokens` and `lm_head`, for registries that have no checkpoint."""
+    prefix_cache: Literal["", "tenant", "base"] = ""
+    """Whose prompts share KV blocks, which it reports then: nobody's; a tenant's; for the base model all tenants'."""
     kernels: str = ""
     """What computes in the native engine: the instruction set of compiled kernels, "triton" or "reference"."""
     kernels_note: str = ""

@@ -19,6 +19,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     policy: str = "motet"
     """A name of `policies.cluster.dispatch.POLICIES`."""
+    prefix_aware: bool = True
+    """Tokens that a worker has in its prefix cache cost nothing there."""
     admission: AdmissionName = "objective"
     attempts: Annotated[int, Meta(ge=1, le=16)] = 3
     """Workers tried per request."""

@@ -26,7 +26,8 @@ from motet.shared.model import (
     Slo,
     WorkerLimits,
 )
-from motet.shared.wire.request import Accepted, Cancel, Control, GenerateRequest, pack_tokens, unpack_tokens
+from motet.shared.wire.prefixes import pack_keys
+from motet.shared.wire.request import Accepted, Cancel, Control, GenerateRequest, ListPrefixes, pack_tokens, unpack_tokens
 from motet.shared.wire.stream import StreamItem, TokenFrame
 from motet.shared.wire.worker_state import Ping, Pong, WorkerDelta, WorkerSnapshot
 
@@ -99,6 +100,8 @@ class FakeWorker:
         self.requests: dict[str, RequestBrief] = {}
         self.adapters: list[Residency] = []
         self.merged, self.merged_share = "", 0.0
+        self.prefixes: set[int] = set()  # keys of cached KV blocks, listed by the next snapshot after it was asked
+        self.lists_prefixes = True
         self.seq = 0
         self._step = 0
         self._beat: asyncio.Task[None] | None = None
@@ -118,6 +121,7 @@ class FakeWorker:
     async def snapshot(self) -> None:
         """Announce the whole state now."""
         self.seq += 1
+        lists, self.lists_prefixes = self.lists_prefixes, False
         await self.bus.publish(
             subjects.state(self.worker_id),
             WorkerSnapshot(
@@ -133,12 +137,22 @@ class FakeWorker:
                 adapters=self.adapters,
                 merged=self.merged,
                 merged_share=self.merged_share,
+                prefixes=pack_keys(self.prefixes) if lists else None,
             ),
         )
 
-    async def delta(self, *, changed: Sequence[RequestBrief] = (), removed: Sequence[str] = (), skip: int = 0) -> None:
+    async def delta(
+        self,
+        *,
+        changed: Sequence[RequestBrief] = (),
+        removed: Sequence[str] = (),
+        cached: Sequence[int] = (),
+        uncached: Sequence[int] = (),
+        skip: int = 0,
+    ) -> None:
         """Announce a change now; `skip` messages before it are lost."""
         self.seq += 1 + skip
+        self.prefixes = (self.prefixes | set(cached)) - set(uncached)
         for brief in changed:
             self.requests[brief.request_id] = brief
         for request_id in removed:
@@ -154,6 +168,8 @@ class FakeWorker:
                 draining=self.draining,
                 changed=list(changed),
                 removed=list(removed),
+                cached=pack_keys(cached),
+                uncached=pack_keys(uncached),
             ),
         )
 
@@ -214,6 +230,8 @@ class FakeWorker:
         self.controls.append(message)
         if isinstance(message, Cancel):
             self.requests.pop(message.request_id, None)
+        elif isinstance(message, ListPrefixes):
+            self.lists_prefixes = True
 
 
 def brief_of(request: GenerateRequest, phase: Phase = "waiting") -> RequestBrief:

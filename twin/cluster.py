@@ -225,16 +225,16 @@ class Cluster:
         self._send(attempt, chosen)
 
     def _send(self, attempt: _Attempt, chosen: str) -> None:
-        attempt.scheduler.expect(chosen, attempt.brief(), self.events.now_s)
+        brief = attempt.scheduler.expect(chosen, attempt.brief(), self.events.now_s, attempt.ask)
         if self._assign_ps:
-            self.events.at(self.events.now_ps + self._assign_ps, ARRIVAL, self._assign, attempt, chosen)
+            self.events.at(self.events.now_ps + self._assign_ps, ARRIVAL, self._assign, attempt, chosen, brief)
         else:
-            self._assign(attempt, chosen)
+            self._assign(attempt, chosen, brief)
 
-    def _assign(self, attempt: _Attempt, worker_id: str) -> None:
+    def _assign(self, attempt: _Attempt, worker_id: str, brief: RequestBrief) -> None:
         request, scheduler = attempt.request, attempt.scheduler
         worker = self._by_id[worker_id]
-        if worker.assign(request, attempt.brief(), attempt.before, fetch=worker_id == attempt.fetch_at):
+        if worker.assign(request, replace(brief), attempt.before, fetch=worker_id == attempt.fetch_at):
             self.metrics.worker[request.index] = worker.index
             scheduler.flights.accepted(worker_id, request.request_id, self.events.now_s)
             return
@@ -317,7 +317,8 @@ class Cluster:
 
     def _heartbeat(self, reporter: _Reporter) -> None:
         worker = reporter.worker
-        self._tell(reporter, worker.snapshot() if reporter.cadence.whole(len(worker.core)) else worker.delta())
+        whole = reporter.cadence.whole(len(worker.core))
+        self._tell(reporter, worker.snapshot(lists_prefixes=False) if whole else worker.delta())
         if self.unfinished:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
 

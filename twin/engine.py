@@ -84,6 +84,7 @@ class Engine:
         self.busy_ps = 0
         self._chance = np.random.default_rng(seed)  # drawn from once per step with prefills, which is never split
         self._state = self.batches.state
+        self._state.kv.news = {}
         self._run: Run | None = None
         self._serial = 0
         self._added = False  # a request, since the last decision or `wake`
@@ -177,7 +178,7 @@ class Engine:
         if self._run is None:
             self._note_free()
         progress = [(live.brief.request_id, live.length - live.brief.prompt_tokens) for live in self._state.running]
-        return Stepped(free=self._free, progress=progress)
+        return Stepped(free=self._free, progress=progress, prefixes=self._state.kv.take_news())
 
     # ---- before a step
 

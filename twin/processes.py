@@ -252,8 +252,8 @@ class Search:
 
     def _assign(self, worker_id: str) -> None:
         process, network = self._process, self._process.network
-        worker, brief = process.workers[worker_id], self._brief()
-        process.scheduler.expect(worker_id, brief, self._now_s)
+        worker = process.workers[worker_id]
+        brief = process.scheduler.expect(worker_id, self._brief(), self._now_s, self._ask)
         self._attempts += 1
         attempt, generation = self._attempts, process.generation
 

@@ -17,6 +17,7 @@ from motet.policies.lengths.quantiles import LengthQuantiles
 from motet.shared.model import RequestBrief
 from motet.shared.scheduler_options import SchedulerOptions
 from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
+from motet.twin.content import prefix_keys
 from motet.twin.workload import Request
 
 ADAPTERS = 4096  # length histograms kept
@@ -45,11 +46,14 @@ class Scheduler:
         self.core = SchedulerCore(spec, self.state, choose=spec.choose)
         self._lengths = LengthQuantiles(ADAPTERS)
         self._base_model = ""
+        self._block_sizes: set[int] = set()  # of the workers with a prefix cache
 
     def hear(self, word: WorkerState, now_s: float) -> None:
         """A worker's message arrived."""
         if isinstance(word, WorkerSnapshot):
             self._base_model = word.limits.base_model
+            if word.limits.prefix_cache:
+                self._block_sizes.add(word.limits.block_size)
             self.book.snapshot(word, now_s)
         else:
             self.book.delta(word, now_s)
@@ -65,7 +69,8 @@ class Scheduler:
     def ask(self, request: Request, brief: RequestBrief, now_s: float) -> Ask:
         """A request came: the question which worker takes it."""
         adapter = request.adapter if request.adapter.digest else None
-        return self.core.ask(brief, now_s, base_model=self._base_model, adapter=adapter)
+        keys = tuple(prefix_keys(request, size) for size in sorted(self._block_sizes))
+        return self.core.ask(brief, now_s, base_model=self._base_model, adapter=adapter, prefix_keys=keys)
 
     def mean_tokens(self) -> float:
         """The average output length so far."""
@@ -79,6 +84,8 @@ class Scheduler:
         """Choose a worker."""
         return self.core.decide(ask, now_s, self._lengths.mean_tokens())
 
-    def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
-        """Count a request as assigned to a worker."""
-        self.flights.expect(worker_id, brief, now_s)
+    def expect(self, worker_id: str, brief: RequestBrief, now_s: float, ask: Ask) -> RequestBrief:
+        """Count a request as assigned to a worker. Returns what the worker is told of it."""
+        brief = self.core.described(brief, ask, worker_id)
+        self.flights.expect(worker_id, brief, now_s, ask.prefix_keys)
+        return brief

@@ -8,8 +8,9 @@ with the engine (`twin.engine`) and the links from disk and object store (`twin.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping
+
+from msgspec.structs import replace
 
 from motet.policies.memory.host_tier import Load
 from motet.policies.memory.kv_travel import travel
@@ -38,6 +39,7 @@ from motet.policies.worker.worker_events import (
 from motet.policies.worker.worker_view import View
 from motet.shared.model import AdapterRef, RequestBrief
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
+from motet.twin.content import NO_CONTENT, content
 from motet.twin.engine import Engine
 from motet.twin.events import MESSAGE, PS_PER_S, STEP, Events, to_ps
 from motet.twin.metrics import Metrics
@@ -47,7 +49,6 @@ from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Request
 
 TICK_PS = PS_PER_S // 2
-NO_CONTENT = array("i")
 
 
 class Worker:
@@ -70,7 +71,7 @@ class Worker:
         on_tokens: Callable[[Worker, list[Live]], None] | None = None,
         incarnation: str = "",
     ) -> None:
-        limits = spec.limits
+        limits = replace(spec.limits, prefix_cache="tenant" if spec.options.prefix_cache else "")
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
         self._on_tokens = on_tokens
@@ -105,7 +106,7 @@ class Worker:
         live = Live(
             order=0,
             due_s=due_s(now_s, brief.ttft_slo_ms) if before is None else before.due_s,
-            tokens=_content(request, end_length) if self.spec.options.prefix_cache else NO_CONTENT,
+            tokens=content(request, end_length) if self.spec.options.prefix_cache else NO_CONTENT,
             length=request.prompt_tokens + brief.output_tokens,
             last_token_ps=before.last_token_ps if before is not None else -1,
             expected_length=request.prompt_tokens + brief.predicted_tokens,
@@ -264,23 +265,12 @@ class Worker:
 
     # ---- what schedulers hear
 
-    def snapshot(self) -> WorkerSnapshot:
-        """The whole state, as a message. It includes all pending changes."""
+    def snapshot(self, *, lists_prefixes: bool = True) -> WorkerSnapshot:
+        """The whole state, as a message. It includes all pending changes, and without `lists_prefixes` not all KV blocks."""
         self.report(self.engine.progress())
-        return self.view.snapshot(self.spec.perf)
+        return self.view.snapshot(self.spec.perf, lists_prefixes=lists_prefixes)
 
     def delta(self) -> WorkerDelta:
         """The changes since the last message, as a message."""
         self.report(self.engine.progress())
         return self.view.delta()
-
-
-def _content(request: Request, length: int) -> array[int]:
-    """Token ids of prompt and output to come: equal prefix blocks have equal tokens, all other tokens are unique to the
-    request.
-    """
-    tokens = array("i")
-    for block_id in request.prefix:
-        tokens.extend(array("i", (block_id,)) * request.prefix_tokens)
-    del tokens[request.prompt_tokens :]
-    return tokens + array("i", (~request.index,)) * (length - len(tokens))

@@ -38,7 +38,8 @@ class Request(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     slo: Slo
-    prefix: tuple[int, ...] = ()  # ids of its first blocks of `prefix_tokens` tokens; equal ids are equal content
+    prefix: tuple[int, ...] = ()
+    """Ids of its first blocks of `prefix_tokens` tokens; equal ids are equal content. They may cover its output as well."""
     prefix_tokens: int = 0
     tenant: str = "default"
     tenant_weight: float = 1.0

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.worker_table import EMBEDDINGS_BIT, capability_bits
+from motet.shared.wire.prefixes import PrefixKeys
 
 Reason = Literal["capability", "stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
 PERMANENT: frozenset[Reason] = frozenset({"capability", "max_model_len", "kv_memory", "lora_rank"})
@@ -42,6 +43,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     begun: bool = False  # it was admitted before and lost its worker: its objectives do not refuse it now
     tenant: str = ""
     tenant_weight: float = 1.0  # its share relative to other tenants'
+    prefix_keys: tuple[PrefixKeys, ...] = ()  # of its prompt, for each block size that workers have
     demand: float = 0.0  # recent demand of the tenant (policies.cluster.demand.Standing); 0 for unknown
     largest_demand: float = 0.0
 

@@ -4,7 +4,8 @@ The sums and maxima that decisions need are updated as requests come and go, nev
 
     change_requests -> WorkerLoad (per worker, plain Python) -> the worker's row (`worker_table`) -> decide() reads columns
 
-Residency is indexed by adapter (`holders`), since a decision asks for one adapter on all workers.
+Residency is indexed by adapter (`holders`), since a decision asks for one adapter on all workers; cached KV blocks by their key
+(`prefix_index`).
 
 Freed rows are reused, and the table doubles when it is full. Pure: callers interpret messages and pass facts and times.
 """
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.cluster.holders import AdapterIndex, Holders, place_bits
+from motet.policies.cluster.prefix_index import PrefixIndex
 from motet.policies.cluster.worker_load import WorkerLoad
 from motet.policies.cluster.worker_table import (
     CAPABILITY_BITS,
@@ -29,7 +31,10 @@ from motet.policies.cluster.worker_table import (
     free_rows,
     hash_of,
 )
+from motet.policies.memory.kv_blocks import merged_short, told_tokens
+from motet.policies.times.perf_model import Floats
 from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
+from motet.shared.wire.prefixes import PrefixKeys, unpack_keys
 
 _ANY = 1 << 40  # tokens, or a rank, above all
 
@@ -46,6 +51,8 @@ class ClusterState:
         self._loads: dict[str, WorkerLoad] = {}
         self._adapters: dict[str, dict[str, Tier]] = {}  # worker id -> digest -> tier
         self._index = AdapterIndex()
+        self.prefixes = PrefixIndex()
+        self._merged: dict[int, str] = {}  # row -> the adapter that is merged into its weights
         self._bases: dict[str, int] = {}
         self.held_back: set[int] = set()  # the rows that are draining or refusing
         self.pooling: set[int] = set()  # the rows with a pooling model
@@ -118,6 +125,49 @@ class ClusterState:
         """The adapters that the worker holds and the fastest tier each is in."""
         return self._adapters[worker_id]
 
+    def cached_tokens(self, prompt: Iterable[PrefixKeys], adapter: str) -> Floats | None:
+        """For each row the tokens of a prompt for this adapter that it need not compute; None when that is 0 everywhere."""
+        found: Floats | None = None
+        for part in prompt:
+            keys = unpack_keys(part.keys)
+            merged = [row for row, digest in self._merged.items() if digest == adapter] if adapter else []
+            for depth in self.prefixes.depths(keys):
+                found = np.zeros(len(self.ids)) if found is None else found
+                found[depth.rows] = depth.keys * part.tokens
+            if merged:
+                found = np.zeros(len(self.ids)) if found is None else found
+                found[merged] = 0.0
+                for depth in self.prefixes.depths([merged_short(key) for key in keys]):
+                    rows = np.intersect1d(depth.rows, merged)
+                    found[rows] = depth.keys * part.tokens
+        return found
+
+    def merge(self, worker_id: str, adapter: str) -> None:
+        """The worker has this adapter merged into its weights, "" for none: its blocks have keys of their own."""
+        if adapter:
+            self._merged[self._row[worker_id]] = adapter
+        else:
+            self._merged.pop(self._row[worker_id], None)
+
+    def list_prefixes(self, worker_id: str, keys: Iterable[int]) -> None:
+        """The worker has the KV blocks with these keys cached, and no others."""
+        row = self._row[worker_id]
+        self.prefixes.forget(row)
+        self.prefixes.add(row, keys)
+
+    def expect_prefixes(self, worker_id: str, prompt: Iterable[PrefixKeys], now_s: float) -> None:
+        """The worker is about to have the blocks of this prompt, of an adapter that is not merged there."""
+        row, (limits, _) = self._row[worker_id], self._terms[worker_id]
+        for part in prompt:
+            if limits.prefix_cache and part.tokens == told_tokens(limits.block_size):
+                self.prefixes.expect(row, unpack_keys(part.keys), now_s)
+
+    def disappoint_prefixes(self, worker_id: str, prompt: Iterable[PrefixKeys]) -> None:
+        """It will not have them: it did not take the request."""
+        row = self._row.get(worker_id, -1)
+        for part in prompt:
+            self.prefixes.disappoint(row, unpack_keys(part.keys))
+
     def holders(self, digest: str) -> Holders | None:
         """The workers that hold the adapter; None when no worker does."""
         return self._index.of(digest)
@@ -182,6 +232,8 @@ class ClusterState:
             self.table[name][row] = empty
         self.ids[row] = ""
         self._free.append(row)
+        self.prefixes.forget(row)
+        self._merged.pop(row, None)
         self.held_back.discard(row)
         self.pooling.discard(row)
         self.crowded.discard(row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.flights import Flights
 from motet.policies.cluster.worker_book import Known
+from motet.shared.wire.prefixes import unpack_keys
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
 
@@ -28,6 +29,9 @@ class ClusterView:
             tiers = {digest: tier for digest, tier in self.state.adapters(worker_id).items() if tier == "disk"} | tiers
         self.state.replace_adapters(worker_id, tiers)
         self.facts(known, now_s)
+        self.state.merge(worker_id, said.merged)
+        if said.prefixes is not None:
+            self.state.list_prefixes(worker_id, unpack_keys(said.prefixes))
         self.flights.snapshot(worker_id, said.requests, now_s)
 
     def change(self, known: Known, said: WorkerDelta, now_s: float) -> None:
@@ -38,9 +42,14 @@ class ClusterView:
             state.put_adapter(worker_id, held.digest, held.tier)
         for digest in said.evicted:
             state.drop_adapter(worker_id, digest)
+        if said.cached or said.uncached:
+            row = state.row(worker_id)
+            state.prefixes.add(row, unpack_keys(said.cached))
+            state.prefixes.remove(row, unpack_keys(said.uncached))
 
     def facts(self, known: Known, now_s: float) -> None:
         """Take in the facts of any message; marks against the worker (refusing, draining) end."""
+        self.state.prefixes.settle(now_s)
         self.state.heard(known.worker_id, now_s, kv_blocks_free=known.kv_blocks_free, draining=known.draining)
 
     def ended(self, known: Known) -> None:

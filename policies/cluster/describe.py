@@ -15,6 +15,7 @@ from motet.policies.cluster.demand import Standing
 from motet.policies.cluster.worker_load import tokens_left
 from motet.policies.cluster.worker_table import hash_of
 from motet.shared.model import AdapterRef, Phase, RequestBrief, Slo
+from motet.shared.wire.prefixes import PrefixKeys
 
 RESUMED_TTFT_MS = 300.0
 """Objective for the next token of a request that lost its worker or moves: its reader is in mid-sentence."""
@@ -38,9 +39,16 @@ class Described(Protocol):
 
 
 def brief_of(
-    work: Described, *, predicted_tokens: int, epoch: int = 0, output_tokens: int = 0, phase: Phase = "waiting"
+    work: Described,
+    *,
+    predicted_tokens: int,
+    epoch: int = 0,
+    output_tokens: int = 0,
+    phase: Phase = "waiting",
+    cached_tokens: int = 0,
 ) -> RequestBrief:
-    """The facts of a request. `output_tokens`: so far; `predicted_tokens`: of the whole output."""
+    """The facts of a request. `output_tokens`: so far; `predicted_tokens`: of the whole output; `cached_tokens`: of the prompt,
+    expected in its worker's prefix cache."""
     adapter, slo = work.adapter, work.slo
     return RequestBrief(
         work.request_id,
@@ -55,6 +63,7 @@ def brief_of(
         slo.ttft_slo_ms,
         work.tenant,
         work.tenant_weight,
+        cached_tokens,
     )
 
 
@@ -64,6 +73,7 @@ def ask_of(
     *,
     base_model: str,
     adapter_bytes: int = 0,
+    prefix_keys: tuple[PrefixKeys, ...] = (),
     needs: Mapping[str, str] = {},
     avoid: tuple[str, ...] = (),
     tried: tuple[str, ...] = (),
@@ -80,6 +90,7 @@ def ask_of(
         adapter=brief.adapter_digest,
         adapter_bytes=adapter_bytes,
         key=hash_of(brief.request_id),
+        prefix_keys=prefix_keys,
         avoid=avoid,
         tried=tried,
         needs=needs,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.shared.model import RequestBrief
+from motet.shared.wire.prefixes import PrefixKeys
 
 SNAPSHOTS_WITHOUT = 2  # one may have been sent before the worker accepted
 
@@ -24,6 +25,7 @@ SNAPSHOTS_WITHOUT = 2  # one may have been sent before the worker accepted
 @dataclass(slots=True)
 class _Flight:
     brief: RequestBrief
+    prefix_keys: tuple[PrefixKeys, ...] = ()
     accepted_s: float | None = None  # None: the worker has not answered
     snapshots_without: int = 0
 
@@ -44,10 +46,11 @@ class Flights:
 
     # ---- assignments
 
-    def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
-        """Count a request as waiting on a worker, before it is assigned."""
-        self._flights.setdefault(worker_id, {})[brief.request_id] = _Flight(brief)
+    def expect(self, worker_id: str, brief: RequestBrief, now_s: float, prefix_keys: tuple[PrefixKeys, ...] = ()) -> None:
+        """Count a request as waiting on a worker, before it is assigned. `prefix_keys`: of its prompt."""
+        self._flights.setdefault(worker_id, {})[brief.request_id] = _Flight(brief, prefix_keys)
         self._state.put_request(worker_id, brief, now_s)
+        self._state.expect_prefixes(worker_id, prefix_keys, now_s)
 
     def accepted(self, worker_id: str, request_id: str, now_s: float) -> None:
         """The worker accepted the request: its state will show it soon."""
@@ -57,8 +60,10 @@ class Flights:
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
         """The worker did not accept the request."""
-        if self._flights.get(worker_id, {}).pop(request_id, None) is not None:
+        flight = self._flights.get(worker_id, {}).pop(request_id, None)
+        if flight is not None:
             self._state.drop_request(worker_id, request_id)
+            self._state.disappoint_prefixes(worker_id, flight.prefix_keys)
 
     # ---- what workers say
 

@@ -67,7 +67,9 @@ def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> boo
         return bool(exists)
     rank = t["max_rank"].item(row) if t["bgmv"].item(row) else t["rank_sum"].item(row) / exists
     rank = max(rank, ask.rank)
-    prompt = (t["queue_tokens"].item(row) + ask.tokens) / (t["queued"].item(row) + 1.0)
+    cached = state.cached_tokens(ask.prefix_keys, ask.adapter)
+    tokens = ask.tokens if cached is None else ask.tokens - cached.item(row)
+    prompt = (t["queue_tokens"].item(row) + tokens) / (t["queued"].item(row) + 1.0)
     prefill = t["prefill_base_ms"].item(row) + t["prefill_token_ms"].item(row) * prompt + t["prefill_lora_ms"].item(row) * rank
     row_ms = t["decode_row_ms"].item(row) + t["decode_lora_ms"].item(row) * rank + prefill / avg_resp_len
     tightest = t["tightest_tpot_ms"].item(row) * ROOM[band_of(ask.ttft_slo_ms)]
@@ -82,9 +84,12 @@ def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len:
     loads = [state.load(row) for row in rows.tolist()]
     band = band_of(ask.ttft_slo_ms)
     room = ROOM[band]
-    pace = _pace(t, ask, avg_resp_len)
+    tokens: Floats | float = float(ask.tokens)
+    if (cached := state.cached_tokens(ask.prefix_keys, ask.adapter)) is not None:
+        tokens = tokens - cached[rows]
+    pace = _pace(t, ask, tokens, avg_resp_len)
     share = share_of((load.tenants for load in loads), ask)
-    own, ttft = _ttft(state, ask, rows, t, loads, pace, overtaken=share != "below")
+    own, ttft = _ttft(state, ask, tokens, rows, t, loads, pace, overtaken=share != "below")
     alone = pace.base + pace.row  # a step with r alone
 
     over = share == "above"
@@ -121,9 +126,9 @@ class _Pace:
         return np.where(self.rows > allowed, (self.exists - allowed) * self.turn, 0.0)
 
 
-def _pace(t: Mapping[str, NDArray], ask: Ask, avg_resp_len: float) -> _Pace:
+def _pace(t: Mapping[str, NDArray], ask: Ask, tokens: Floats | float, avg_resp_len: float) -> _Pace:
     exists = t["exists"] + 1.0
-    prompt = (t["queue_tokens"] + ask.tokens) / (t["queued"] + 1.0)
+    prompt = (t["queue_tokens"] + tokens) / (t["queued"] + 1.0)
     held = prompt + 0.5 * avg_resp_len
     seats = np.minimum(t["max_running"], np.maximum(t["kv_tokens_total"] / held, 1.0))
     rows = np.minimum(exists, seats)
@@ -140,6 +145,7 @@ def _pace(t: Mapping[str, NDArray], ask: Ask, avg_resp_len: float) -> _Pace:
 def _ttft(
     state: ClusterState,
     ask: Ask,
+    tokens: Floats | float,
     rows: NDArray[np.intp],
     t: Mapping[str, NDArray],
     loads: list[WorkerLoad],
@@ -147,14 +153,14 @@ def _ttft(
     *,
     overtaken: bool,
 ) -> tuple[Floats, Floats]:
-    """(time that r itself needs before its first step, time to the first token of r)."""
+    """(time that r itself needs before its first step, time to the first token of r). `tokens`: that it computes."""
     band = band_of(ask.ttft_slo_ms)
     before = [load.bands[: band + 1] for load in loads]
     ahead = np.array([sum([one.queued for one in bands]) for bands in before], dtype=float)
     ahead_tokens = np.array([sum([one.queue_tokens for one in bands]) for bands in before], dtype=float)
     urgent = np.array([sum([one.running for one in bands[:-1]]) for bands in before], dtype=float)
     copy, fetch = adapter_ms(state, ask)
-    own = t["prefill_base_ms"] + t["prefill_token_ms"] * ask.tokens + t["prefill_lora_ms"] * ask.rank
+    own = t["prefill_base_ms"] + t["prefill_token_ms"] * tokens + t["prefill_lora_ms"] * ask.rank
     own += t["copies_wait"] * copy[rows] + fetch[rows]
     free = np.maximum(np.minimum(pace.seats - t["running"], t["kv_tokens_free"] / pace.held), 0.0)
     seat = np.maximum(ahead + 1.0 - np.floor(free), 0.0) * pace.turn

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from motet.policies.cluster.candidates import Ask, candidates
 from motet.policies.cluster.choice import Choose
 from motet.policies.cluster.cluster_state import ClusterState
@@ -17,6 +19,7 @@ from motet.policies.cluster.placement import Placing
 from motet.policies.cluster.rebalance import RebalanceConfig
 from motet.shared.model import AdapterRef, RequestBrief
 from motet.shared.scheduler_options import SchedulerOptions
+from motet.shared.wire.prefixes import PrefixKeys
 
 
 class SchedulerCore:
@@ -40,6 +43,7 @@ class SchedulerCore:
         *,
         base_model: str,
         adapter: AdapterRef | None,
+        prefix_keys: tuple[PrefixKeys, ...] = (),
         needs: Mapping[str, str] = {},
         avoid: tuple[str, ...] = (),
         repeated: int = 0,
@@ -52,7 +56,15 @@ class SchedulerCore:
             self.placing.asked(adapter, now_s)
         standing = self._demand.asked(brief.tenant, brief.tenant_weight, now_s, 1 + max(0, repeated))
         size_bytes = adapter.size_bytes if adapter is not None else 0
-        return ask_of(brief, standing, base_model=base_model, adapter_bytes=size_bytes, needs=needs, avoid=avoid)
+        return ask_of(
+            brief,
+            standing,
+            base_model=base_model,
+            adapter_bytes=size_bytes,
+            prefix_keys=prefix_keys if self.options.prefix_aware else (),
+            needs=needs,
+            avoid=avoid,
+        )
 
     def decide(self, ask: Ask, now_s: float, avg_resp_len: float) -> Decision:
         """The worker for a request. `avg_resp_len`: the average response length in tokens."""
@@ -66,6 +78,13 @@ class SchedulerCore:
             avg_resp_len=avg_resp_len,
             admission=options.admission,
         )
+
+    def described(self, brief: RequestBrief, ask: Ask, worker_id: str) -> RequestBrief:
+        """The request as it is assigned to the worker: with the tokens that this one need not compute."""
+        cached = self.state.cached_tokens(ask.prefix_keys, ask.adapter)
+        if cached is None:
+            return brief
+        return replace(brief, cached_tokens=int(cached[self.state.row(worker_id)]))
 
     def may_take(self, ask: Ask, worker_id: str, now_s: float) -> bool:
         """Whether the worker that a move names is a candidate."""

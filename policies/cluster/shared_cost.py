@@ -8,7 +8,8 @@ For each worker, with N requests there and the new one r, in milliseconds per ou
     own      = step + N * Pre(nothing) / L + wait / out(r)   each of the N is followed by another request in L tokens
     cost     = others + own + penalties
 
-L is the average response length, out(r) the predicted one. The paper's Algorithm 1 is `others` without the copy. The other
+L is the average response length, out(r) the predicted one. Tokens of the prompt that a worker has cached count nowhere: it
+does not compute them (`prefix_index`). The paper's Algorithm 1 is `others` without the copy. The other
 parts:
 
 r's own time. Without it, slow workers would be filled like fast ones, and a queue would never outweigh a loaded adapter.
@@ -88,7 +89,10 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     step = t["step_ms"] + d_step
     now_ms = np.array(1000.0 * now_s)
 
-    own = perf.prefill_token_ms * np.array(float(ask.tokens)) + d_prefill
+    tokens: Floats | float = float(ask.tokens)
+    if (cached := state.cached_tokens(ask.prefix_keys, ask.adapter)) is not None:
+        tokens = tokens - cached
+    own = perf.prefill_token_ms * np.array(tokens) + d_prefill
     alone = np.minimum((now_ms - t["opened_ms"]) / step, _ONE)  # chance that r joins no other prefill: then it costs its base
     copy, fetch = adapter_ms(state, ask)
     stall = own + alone * perf.prefill_base_ms
@@ -113,7 +117,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
         wait += _seat_wait_ms(t, n - t["max_running"] + 1.0, step)
     spare = t["kv_tokens_free"] - t["kv_tokens_promised"]
     if spare[spare.argmin()] < ask.tokens + out:
-        wait += _memory_wait_ms(t, ask.tokens + out - spare, step)
+        wait += _memory_wait_ms(t, tokens + out - spare, step)
     cost = others + tpot + wait / np.array(out)
 
     ttft = wait + _HALF * step

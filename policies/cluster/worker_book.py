@@ -76,6 +76,7 @@ class Known:
     limits: WorkerLimits
     seq: int = 0
     in_sync: bool = True  # no message since the last snapshot is missing
+    listed: bool = False  # no message since the last list of its cached KV blocks is missing
     heard_s: float = 0.0
     snapshot_s: float = 0.0  # when its last snapshot was heard
     kv_blocks_free: int = 0
@@ -144,6 +145,7 @@ class WorkerBook:
             return False  # an older one, late
         elif said.seq != known.seq + 1 and known.in_sync:
             self.gaps += 1
+        known.listed = said.prefixes is not None or (known.listed and said.seq == known.seq + 1)
         known.limits, known.in_sync, known.snapshot_s = said.limits, True, now_s
         known.merged, known.merged_share = said.merged, said.merged_share
         known.take(said, now_s)
@@ -163,7 +165,7 @@ class WorkerBook:
             return False
         if said.seq != known.seq + 1:
             self.gaps += known.in_sync
-            known.in_sync = False
+            known.in_sync = known.listed = False
         known.take(said, now_s)
         self._reader.facts(known, now_s)
         if known.in_sync:

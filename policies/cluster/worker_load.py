@@ -201,7 +201,7 @@ def tokens_left(brief: RequestBrief) -> int:
 
 def tokens_to_prefill(brief: RequestBrief) -> int:
     """Tokens that a queued request has to prefill. A resumed request also computes its output so far again."""
-    return brief.prompt_tokens + brief.output_tokens
+    return brief.prompt_tokens + brief.output_tokens - brief.cached_tokens
 
 
 def _same_kind(a: RequestBrief, b: RequestBrief) -> bool:

@@ -12,10 +12,13 @@ three places:
 A key names a *full* block's content: a chain over (adapter digest, scope, all tokens up to the block's end), so equal keys
 mean equal K and V. The chain starts from the adapter's digest, not its name, so two adapters, or two versions of one name,
 share nothing. An adapter that is merged into the weights has other K and V than the same adapter beside them, by rounding, so
-its merged sequences have chains of their own. The scope limits sharing (`cache_scope`): a hit shows in a client's usage and
-time to first token, so a cache shared by all would reveal one tenant's prompts to another. Keys are BLAKE2b and not Python's
-hash, because tenants choose the tokens and must not be able to create collisions. Only the first of two blocks with equal
-content is keyed; blocks with a key are never written again.
+its merged sequences have keys of their own (`merged_key`). The scope limits sharing (`cache_scope`): a hit shows in a client's
+usage and time to first token, so a cache shared by all would reveal one tenant's prompts to another. Keys are BLAKE2b and not
+Python's hash, because tenants choose the tokens and must not be able to create collisions. Only the first of two blocks with
+equal content is keyed; blocks with a key are never written again.
+
+Schedulers know the blocks that a worker has by shorter keys (`short_key`), and gateways compute those of a prompt
+(`prompt_keys`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from motet.policies.memory.worth import Reuse
+from motet.shared.wire.request import TOKEN_BYTES
+
+KEY_BYTES = 16
+TOLD_TOKENS = 64
+"""Schedulers are told of blocks that end at multiples of this many tokens: four times fewer than all of 16 tokens."""
+_SHORT = (1 << 60) - 1
+_MERGED_BITS = 0x5A5_A5A5_A5A5_A5A5
 
 
 def cache_scope(tenant: str, cache_salt: str = "", *, shared: bool = False) -> bytes:
@@ -36,18 +46,54 @@ def cache_scope(tenant: str, cache_salt: str = "", *, shared: bool = False) -> b
     return len(owner).to_bytes(4, "little") + owner + cache_salt.encode()
 
 
-def root_key(adapter_digest: str, scope: bytes = b"", *, merged: bool = False) -> bytes:
-    """The first parent key of an adapter's sequences within a scope. The digest "" is the base model.
-
-    `merged`: K and V are computed with the adapter merged into the weights.
-    """
-    digest, person = adapter_digest.encode(), b"motet-kv-merged" if merged else b"motet-kv-root"
-    return blake2b(len(digest).to_bytes(4, "little") + digest + scope, digest_size=16, person=person).digest()
+def root_key(adapter_digest: str, scope: bytes = b"") -> bytes:
+    """The first parent key of an adapter's sequences within a scope. The digest "" is the base model."""
+    digest = adapter_digest.encode()
+    return blake2b(len(digest).to_bytes(4, "little") + digest + scope, digest_size=KEY_BYTES, person=b"motet-kv-root").digest()
 
 
 def chain_key(parent: bytes, tokens: bytes) -> bytes:
     """The key of a full block: a hash of the key before it and the block's token ids (int32 bytes)."""
-    return blake2b(tokens, digest_size=16, key=parent).digest()
+    return blake2b(tokens, digest_size=KEY_BYTES, key=parent).digest()
+
+
+def merged_key(key: bytes) -> bytes:
+    """The key of a block whose K and V are computed with the adapter merged into the weights."""
+    return key + b"m"
+
+
+def short_key(key: bytes) -> int:
+    """The 60 bits of a key by which schedulers know the block."""
+    short = int.from_bytes(key[:8], "little") & _SHORT
+    return short if len(key) == KEY_BYTES else merged_short(short)
+
+
+def merged_short(short: int) -> int:
+    """The short form of `merged_key`."""
+    return short ^ _MERGED_BITS
+
+
+def told_every(block_size: int) -> int:
+    """Blocks from one of which schedulers are told to the next."""
+    return max(1, TOLD_TOKENS // block_size)
+
+
+def told_tokens(block_size: int) -> int:
+    """Tokens from one block of which schedulers are told to the next."""
+    return block_size * told_every(block_size)
+
+
+def prompt_keys(prompt: bytes, block_size: int, adapter_digest: str, scope: bytes) -> list[int]:
+    """The short keys of a prompt's blocks of which schedulers are told, as far as its request can reuse them: without the last
+    token. `prompt`: int32 bytes.
+    """
+    size, parent, told = block_size * TOKEN_BYTES, root_key(adapter_digest, scope), told_tokens(block_size) * TOKEN_BYTES
+    keys = []
+    for end in range(size, (len(prompt) - 1) // told * told + 1, size):
+        parent = chain_key(parent, prompt[end - size : end])
+        if not end % told:
+            keys.append(short_key(parent))
+    return keys
 
 
 class KvBlocks:
@@ -65,8 +111,11 @@ class KvBlocks:
         self.capacity = max(total, capacity)
         self.block_size, self.block_bytes = block_size, block_bytes
         self.prefix_cache = prefix_cache
+        self._told_every = told_every(block_size)
         self.reuse: Reuse | None = None
         """If set, it counts whether idle blocks are used again or evicted."""
+        self.news: dict[int, bool] | None = None
+        """If set, it collects the short keys that came (True) or left (False), until its owner takes them."""
         self.clock = 0
         """The time of `reuse`: admissions so far, set by the owner."""
         self._users = [0] * self.capacity
@@ -94,6 +143,14 @@ class KvBlocks:
     def cached(self) -> int:
         """Blocks whose content can be found by a key, with or without users."""
         return len(self._block_of)
+
+    def take_news(self) -> dict[int, bool] | None:
+        """What has come to `news` since the last call; None for nothing."""
+        news = self.news
+        if not news:
+            return None
+        self.news = {}
+        return news
 
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks for `tokens` tokens."""
@@ -156,11 +213,16 @@ class KvBlocks:
         else:
             blocks += self.allocate(count)
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Give a key to a full block with a user. No effect if another block has this key already."""
+    def publish(self, block: int, key: bytes, index: int = 0) -> None:
+        """Give a key to a full block with a user. No effect if another block has this key already.
+
+        `index`: its place in the chain, which says whether schedulers are told.
+        """
         if self.prefix_cache and key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key
+            if self.news is not None and not (index + 1) % self._told_every:
+                self.news[short_key(key)] = True
 
     def release(self, blocks: Sequence[int], *, spoiled: bool = False) -> None:
         """Remove a user from each block of a sequence, given in order. `spoiled`: their content must not be reused.
@@ -185,6 +247,8 @@ class KvBlocks:
 
     def forget_all(self) -> None:
         """Drop every key, because cached content is no longer valid. Users keep their blocks."""
+        if self.news is not None:
+            self.news.update(dict.fromkeys(map(short_key, self._block_of), False))
         self._block_of.clear()
         self._key_of = [None] * self.capacity
         self._blank.extend(self._idle)
@@ -251,3 +315,5 @@ class KvBlocks:
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = None
+            if self.news is not None:
+                self.news[short_key(key)] = False

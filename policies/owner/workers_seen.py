@@ -5,6 +5,7 @@ from __future__ import annotations
 from motet.policies.cluster.worker_book import Holdings, Shelf, WorkerBook
 from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
 
+SCHEMES_MAX = 4
 STALE_S = 10.0  # a worker without a message for this long is forgotten
 
 
@@ -27,6 +28,11 @@ class WorkersSeen:
         if not self.book.snapshot(state, now_s):
             return ""
         return "known" if known else "new"
+
+    def prefix_schemes(self) -> list[tuple[int, bool]]:
+        """How workers name cached blocks: (tokens in a block, whether tenants share those of the base model)."""
+        limits = [known.limits for known in self.book if known.limits.prefix_cache]
+        return sorted({(one.block_size, one.prefix_cache == "base") for one in limits})[:SCHEMES_MAX]
 
     def silent(self, now_s: float) -> list[str]:
         """The workers without a message for too long."""

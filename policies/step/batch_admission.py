@@ -37,6 +37,7 @@ from motet.policies.step.batch_state import (
     AdmissionState,
     S,
     StepPlan,
+    cache_keys,
     extend_keys,
     give_back_slot,
     insert,
@@ -325,12 +326,10 @@ class BatchAdmission(Generic[S]):
         kv = state.kv
         cached: list[int] = []
         if kv.prefix_cache:
-            merged = bool(seq.adapter) and seq.adapter == state.merged
-            if merged != seq.merged:
-                seq.merged, seq.keys = merged, []
+            seq.merged = bool(seq.adapter) and seq.adapter == state.merged
             reusable = (seq.length - 1) // kv.block_size
             extend_keys(kv, seq, reusable)
-            cached = kv.match(seq.keys[:reusable])
+            cached = kv.match(cache_keys(seq, 0, reusable))
         fresh = kv.blocks_for(seq.length) - len(cached)
         needed = fresh + len(state.running)
         boundary, count = state.boundary, needed + (kv.idle_among(cached) if cached else 0)

@@ -26,7 +26,7 @@ import msgspec
 
 from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.memory.boundary import Boundary
-from motet.policies.memory.kv_blocks import KvBlocks, chain_key, root_key
+from motet.policies.memory.kv_blocks import KvBlocks, chain_key, merged_key, root_key
 from motet.policies.step.cold_start import ColdChoice
 
 PATIENCE = 4.0
@@ -60,7 +60,7 @@ class Sequence:
     published: int = 0  # blocks whose key the cache has been told
     slot: int = -1  # adapter slot, -1 for the base
     bypassed: int = 0  # sequences that overtook this one while it found no slot
-    merged: bool = False  # the prefix keys are those of its adapter merged into the weights
+    merged: bool = False  # its blocks have the keys of its adapter merged into the weights (`cache_keys`)
     mixed: bool = False  # its K and V are of both modes, so no more of its blocks get keys
     merged_bytes: int = 0  # of a copy of the weights with its adapter merged; 0 where none is made
     cold: ColdChoice | None = None  # how it starts while its adapter is copied, as last chosen
@@ -285,8 +285,8 @@ def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
     if full <= seq.published:
         return
     extend_keys(kv, seq, full)
-    for index in range(seq.published, full):
-        kv.publish(seq.blocks[index], seq.keys[index])
+    for index, key in enumerate(cache_keys(seq, seq.published, full), seq.published):
+        kv.publish(seq.blocks[index], key, index)
     seq.published = full
 
 
@@ -295,8 +295,14 @@ def extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
     keys = seq.keys
     while len(keys) < full:
         start = len(keys) * kv.block_size
-        parent = keys[-1] if keys else root_key(seq.adapter, seq.cache_scope, merged=seq.merged)
+        parent = keys[-1] if keys else root_key(seq.adapter, seq.cache_scope)
         keys.append(chain_key(parent, seq.tokens[start : start + kv.block_size].tobytes()))
+
+
+def cache_keys(seq: Sequence, first: int, end: int) -> list[bytes]:
+    """The keys under which the cache has the blocks [first, end) of the sequence."""
+    keys = seq.keys[first:end]
+    return [merged_key(key) for key in keys] if seq.merged else keys
 
 
 def _when(booking: tuple[int, tuple[int, float, int], int, object]) -> tuple[int, tuple[int, float, int]]:

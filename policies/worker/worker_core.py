@@ -287,6 +287,8 @@ class WorkerCore(Generic[R]):
             view.kv_blocks_free, view.adapter_bytes_free = said.free
         if said.merged is not None:
             view.merged = said.merged
+        if said.prefixes:
+            view.cache(said.prefixes)
         for digest, there in said.device:
             if there:
                 self._device.add(digest)

@@ -63,7 +63,8 @@ class Stepped(msgspec.Struct, frozen=True):
 
     `moved`: requests whose phase changed to waiting or running. `ended`: requests that left the engine. `device`: adapters that
     came to the device (True) or left it (False). `free`: KV blocks and adapter bytes, as a snapshot counts them. `progress`:
-    requests with their output tokens so far. `merged`: digest of the adapter in the weights, "" for none. None: no news.
+    requests with their output tokens so far. `merged`: digest of the adapter in the weights, "" for none. `prefixes`: short
+    keys of KV blocks that can be reused from now on (True), and of those that cannot any longer. None: no news.
     """
 
     moved: Iterable[RequestBrief] = ()
@@ -72,6 +73,7 @@ class Stepped(msgspec.Struct, frozen=True):
     free: tuple[int, int] | None = None
     progress: Iterable[tuple[str, int]] = ()
     merged: str | None = None
+    prefixes: Mapping[int, bool] | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True):

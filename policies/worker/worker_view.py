@@ -3,7 +3,8 @@
     snapshot seq=7 ── delta 8 ── delta 9 ── ... ── snapshot seq=23        seq counts both
 
 Applying the deltas to a snapshot gives the next snapshot, except for what moves in nearly every step: free KV blocks, free
-adapter bytes and `running_left` are refreshed by whatever message comes next, each request's output tokens by snapshots.
+adapter bytes and `running_left` are refreshed by whatever message comes next, each request's output tokens by snapshots. Keys
+of cached KV blocks come and go with whatever message comes next, too; a snapshot lists all of them only on request.
 
 Every change is remembered until the next message collects it, so code that changes the view sends nothing. Only the worker's
 core (`worker_core`) changes it. A message has copies of the requests, because it may travel while they continue.
@@ -11,11 +12,17 @@ core (`worker_core`) changes it. A message has copies of the requests, because i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from motet.policies.cluster.worker_load import tokens_left
 from motet.shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+from motet.shared.wire.prefixes import pack_keys
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
+
+PREFIXES_MAX = 1 << 17
+"""Keys of cached KV blocks that a worker reports: those that came first. A list of so many is a message of 1 MiB."""
 
 
 class View:
@@ -30,6 +37,9 @@ class View:
         """Digest of the adapter that is merged into the weights. Like free memory it is told by the next message."""
         self.requests: dict[str, RequestBrief] = {}
         self.adapters: dict[str, Residency] = {}
+        self.prefixes: set[int] = set()
+        """Short keys of the cached KV blocks."""
+        self._prefixes: dict[int, bool] = {}  # came (True) or left since the last message
         self._draining_told = False
         self._requests: dict[str, None] = {}  # changed, in the order of their first change
         self._adapters: dict[str, None] = {}
@@ -66,6 +76,20 @@ class View:
             self.adapters[digest] = residency
         self._adapters[digest] = None
 
+    def cache(self, changes: Mapping[int, bool]) -> None:
+        """KV blocks with these keys can be reused from now on (True), or no longer. This alone is no reason for a message."""
+        prefixes, pending = self.prefixes, self._prefixes
+        for key, there in changes.items():
+            if there == (key in prefixes):
+                continue
+            if not there:
+                prefixes.remove(key)
+            elif len(prefixes) < PREFIXES_MAX:
+                prefixes.add(key)
+            else:
+                continue
+            pending[key] = there
+
     def running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""
         return sum(tokens_left(brief) for brief in self.requests.values() if brief.phase == "running")
@@ -81,13 +105,16 @@ class View:
         """Forget all changes, because a message has reported them or there is no listener."""
         self._requests.clear()
         self._adapters.clear()
+        self._prefixes.clear()
         self._draining_told = self.draining
 
-    def snapshot(self, perf: PerfModel, *, lists_disk: bool = True) -> WorkerSnapshot:
-        """The whole state, pending changes included. Without `lists_disk` the changes on disk come with the next delta."""
+    def snapshot(self, perf: PerfModel, *, lists_disk: bool = True, lists_prefixes: bool = True) -> WorkerSnapshot:
+        """The whole state, pending changes included. What it does not list, disk or prefixes, comes with the next delta."""
         pending = [] if lists_disk else [digest for digest in self._adapters if not self._in_memory(digest)]
+        prefixes = {} if lists_prefixes else self._prefixes.copy()
         self.told()
         self._adapters.update(dict.fromkeys(pending))
+        self._prefixes = prefixes
         self._seq += 1
         return WorkerSnapshot(
             worker_id=self.worker_id,
@@ -103,6 +130,7 @@ class View:
             lists_disk=lists_disk,
             merged=self.merged,
             merged_share=self.merged_share,
+            prefixes=pack_keys(self.prefixes) if lists_prefixes else None,
         )
 
     def _in_memory(self, digest: str) -> bool:
@@ -125,6 +153,8 @@ class View:
             resident=[adapters[digest] for digest in self._adapters if digest in adapters],
             evicted=[digest for digest in self._adapters if digest not in adapters],
             running_left=self.running_left(),
+            cached=pack_keys(key for key, there in self._prefixes.items() if there),
+            uncached=pack_keys(key for key, there in self._prefixes.items() if not there),
         )
         self.told()
         return delta

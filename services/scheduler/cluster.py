@@ -43,7 +43,7 @@ class WatchedCluster:
                 self._lease_held = event.lease_held
                 self._hear(event.message, event.now_s)
             case Assigning():
-                self._flights.expect(event.worker_id, event.brief, event.now_s)
+                self._flights.expect(event.worker_id, event.brief, event.now_s, event.prefix_keys)
             case Taken():
                 self._flights.accepted(event.worker_id, event.request_id, event.now_s)
             case NotTaken():
@@ -106,6 +106,10 @@ class WatchedCluster:
     def serving(self, now_s: float) -> list[Known]:
         """The workers that get requests."""
         return [known for known in self._book if not known.draining and not self._is_stale(known.worker_id, now_s)]
+
+    def unlisted(self) -> list[str]:
+        """The workers that report cached KV blocks, of which some message is missing."""
+        return [known.worker_id for known in self._book if known.limits.prefix_cache and not known.listed]
 
     def in_flight(self) -> int:
         """The number of assignments that no state shows yet."""

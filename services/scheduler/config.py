@@ -77,6 +77,10 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             extra=EXPERT,
         ),
     ] = 3.0
+    prefix_aware: Annotated[
+        bool,
+        Meta(description="tokens of a prompt that a worker has in its prefix cache cost nothing there", extra=EXPERT),
+    ] = True
     rebalance: Annotated[
         Literal["off", "on"],
         Meta(description="whether running requests move from workers with long queues to others; one of the schedulers plans"),
@@ -109,6 +113,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         """The options on which the scheduler's decisions depend."""
         return SchedulerOptions(
             policy=self.policy,
+            prefix_aware=self.prefix_aware,
             admission=self.admission,
             attempts=self.attempts,
             stale_s=self.stale_s,

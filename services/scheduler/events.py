@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from motet.shared.model import RequestBrief
+from motet.shared.wire.prefixes import PrefixKeys
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
 Mark = Literal["full", "leaving", "silent"]
@@ -43,6 +44,7 @@ class Assigning(msgspec.Struct, tag="assigning", gc=False):
     worker_id: str
     brief: RequestBrief
     now_s: float
+    prefix_keys: tuple[PrefixKeys, ...] = ()
 
 
 class Taken(msgspec.Struct, tag="taken", gc=False):

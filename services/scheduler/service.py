@@ -42,7 +42,7 @@ from motet.shared.telemetry import logger
 from motet.shared.wire.admin import ClusterStatus, StatusRequest
 from motet.shared.wire.prediction import Outcome, Prediction, PredictReply, PredictRequest
 from motet.shared.wire.refusal import Refused
-from motet.shared.wire.request import Assigned, AssignReply, Cancel, GenerateRequest
+from motet.shared.wire.request import Assigned, AssignReply, Cancel, Control, GenerateRequest, ListPrefixes
 from motet.shared.wire.worker_state import WorkerState
 
 log = logger("motet.scheduler")
@@ -138,6 +138,9 @@ class SchedulerService(BusService):
             metrics.WORKERS.labels("stale").set(stale)
             metrics.WORKERS.labels("live").set(len(self.cluster.state) - stale)
             metrics.IN_FLIGHT.set(self.cluster.in_flight())
+            metrics.PREFIX_BLOCKS.set(len(self.cluster.state.prefixes))
+            for worker_id in self.cluster.unlisted():
+                await self._control(worker_id, ListPrefixes())
             await asyncio.sleep(TICK_S)
 
     # ---- messages
@@ -205,7 +208,9 @@ class SchedulerService(BusService):
         return predicted(tokens, most=max_tokens, produced=request.output_tokens)
 
     async def _place(self, asked: GenerateRequest, predicted_tokens: int) -> Assigned:
-        request = replace(asked, predicted_tokens=predicted_tokens, features=b"", prompt_text="", repeated=0, move_to="")
+        request = replace(
+            asked, predicted_tokens=predicted_tokens, features=b"", prompt_text="", prefix_keys=(), repeated=0, move_to=""
+        )
         brief = brief_of(request, predicted_tokens=predicted_tokens, epoch=request.epoch, output_tokens=request.output_tokens)
         failures: dict[str, MotetError] = {}
         ask = self._core.ask(
@@ -213,12 +218,13 @@ class SchedulerService(BusService):
             now_s(),
             base_model=request.base_model,
             adapter=request.adapter,
+            prefix_keys=asked.prefix_keys,
             needs=request.needs,
             avoid=request.exclude_workers,
             repeated=asked.repeated,
         )
         if (named := asked.move_to) and self._core.may_take(ask, named, now_s()):
-            error = await self._assign(named, request, brief)
+            error = await self._assign(named, request, brief, ask)
             if error is None:
                 return Assigned(worker_id=named, predicted_tokens=predicted_tokens)
             failures[named] = error
@@ -233,7 +239,7 @@ class SchedulerService(BusService):
                     break
                 room_in_s = seconds_until_room(self.cluster.state, ask, now_s(), stale_s=self._config.stale_s)
                 raise refusal(ask, decision.screening, room_in_s)
-            error = await self._assign(decision.worker_id, request, brief)
+            error = await self._assign(decision.worker_id, request, brief, ask)
             if error is None:
                 if decision.breaks_slo:
                     metrics.SLO_BREAKS.inc()
@@ -253,10 +259,12 @@ class SchedulerService(BusService):
         metrics.CANDIDATES.observe(decision.candidates)
         return decision
 
-    async def _assign(self, worker_id: str, request: GenerateRequest, brief: RequestBrief) -> MotetError | None:
+    async def _assign(self, worker_id: str, request: GenerateRequest, brief: RequestBrief, ask: Ask) -> MotetError | None:
         """Assign the request to the worker; returns None if accepted, else the error. Never raises a MotetError."""
         bus = self._connected()
-        self._on(Assigning(worker_id, brief, now_s()))
+        brief = self._core.described(brief, ask, worker_id)
+        request = replace(request, cached_tokens=brief.cached_tokens)
+        self._on(Assigning(worker_id, brief, now_s(), ask.prefix_keys))
         taken = False
         try:
             reply = await bus.request(subjects.assign(worker_id), request, AssignReply, timeout_s=self._config.assign_s)
@@ -287,11 +295,13 @@ class SchedulerService(BusService):
 
     async def _cancel(self, worker_id: str, request: GenerateRequest) -> None:
         """Cancel at a worker whose answer may just be late, so that the request does not run in two places."""
+        await self._control(worker_id, Cancel(request_id=request.request_id, epoch=request.epoch))
+
+    async def _control(self, worker_id: str, message: Control) -> None:
         try:
-            cancel = Cancel(request_id=request.request_id, epoch=request.epoch)
-            await self._connected().publish(subjects.control(worker_id), cancel)
+            await self._connected().publish(subjects.control(worker_id), message)
         except Unavailable as error:
-            log.warning("cancel lost", extra={"worker": worker_id, "error": error.message})
+            log.warning("message lost", extra={"worker": worker_id, "kind": type(message).__name__, "error": error.message})
 
     def _connected(self) -> Bus:
         assert self._bus is not None, "start() comes first"

@@ -295,6 +295,13 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
         )
 
     @property
+    def prefix_cache(self) -> Literal["", "tenant", "base"]:
+        """The prompts that share KV blocks, as `WorkerLimits` says it."""
+        if not self.kv.prefix_cache:
+            return ""
+        return "base" if self.kv.share_prefix_cache else "tenant"
+
+    @property
     def engine_threads(self) -> int:
         """How many CPU threads the engine uses: as asked, or every core this process may run on but those of assistants."""
         return self.engine.threads or max(1, len(os.sched_getaffinity(0)) - self.cold.assist_processes)

@@ -25,6 +25,7 @@ class StateReporter:
         self._bus, self._times = bus, times
         self._subject = subjects.state(view.worker_id)
         self._dirty = asyncio.Event()
+        self._lists_prefixes = True
 
     def start(self) -> None:
         self._bus.spawn(self._run())
@@ -34,11 +35,17 @@ class StateReporter:
         if self.view.changed:
             self._dirty.set()
 
+    def list_prefixes(self) -> None:
+        """The next heartbeat lists all cached KV blocks."""
+        self._lists_prefixes = True
+
     async def snapshot(self, *, lists_disk: bool = True) -> None:
         """Send the whole state now."""
         if self._bus.connected:  # otherwise nothing may be marked as sent
+            lists_prefixes, self._lists_prefixes = self._lists_prefixes, False
+            word = self.view.snapshot(self._times.model, lists_disk=lists_disk, lists_prefixes=lists_prefixes)
             with contextlib.suppress(Unavailable):
-                await self._bus.publish(self._subject, self.view.snapshot(self._times.model, lists_disk=lists_disk))
+                await self._bus.publish(self._subject, word)
 
     async def _delta(self) -> None:
         if self._bus.connected:
@@ -51,7 +58,7 @@ class StateReporter:
             self._dirty.clear()
             if now_s() >= beat_s:
                 beat_s = now_s() + HEARTBEAT_S
-                if cadence.whole(len(self.view.requests)):
+                if cadence.whole(len(self.view.requests)) or self._lists_prefixes:
                     await self.snapshot(lists_disk=cadence.lists_disk)
                 else:
                     await self._delta()

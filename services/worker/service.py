@@ -58,7 +58,7 @@ from motet.shared.model import PerfModel
 from motet.shared.profile import FileError, Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
-from motet.shared.wire.request import Accepted, Cancel, Control, Drain, GenerateRequest
+from motet.shared.wire.request import Accepted, Cancel, Control, Drain, GenerateRequest, ListPrefixes
 from motet.shared.wire.stream import StreamItem
 from motet.shared.wire.worker_state import Ping, Pong, WorkerNotice
 
@@ -378,6 +378,8 @@ class WorkerService:
                 self._cancel(request_id, epoch)
             case Drain():
                 self._leave()
+            case ListPrefixes():
+                self.reporter.list_prefixes()
 
 
 def _stepped(report: StepReport, items: Sequence[StreamItem]) -> Stepped:
@@ -390,6 +392,7 @@ def _stepped(report: StepReport, items: Sequence[StreamItem]) -> Stepped:
         free=(report.kv_blocks_free, report.adapter_bytes_free),
         progress=[(item.request_id, item.index + len(item.tokens)) for item in items if item.finish is None],
         merged=merging.merged if merging is not None else None,
+        prefixes=report.prefixes,
     )
 
 

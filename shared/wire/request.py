@@ -18,6 +18,7 @@ from typing import Any, Self
 import msgspec
 
 from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo
+from motet.shared.wire.prefixes import PrefixKeys
 from motet.shared.wire.refusal import Refused
 
 TOKEN_BYTES = 4
@@ -82,6 +83,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0  # 0 or more; waiting requests with a smaller one go first
     needs: dict[str, str] = {}  # capabilities (`model.Capability`) that its worker must have, and the client's field for each
     embedding: EmbeddingParams | None = None  # needs "embeddings"
+    prefix_keys: tuple[PrefixKeys, ...] = ()  # for schedulers, for each block size of workers; not passed on to workers
     images: list[Image] = []  # needs "images"; the prompt has the model's placeholder for each, in this order
 
     @property
@@ -103,6 +105,7 @@ class GenerateRequest(Work, frozen=True, kw_only=True, omit_defaults=True):
     output: bytes = b""  # pack_tokens: tokens already produced in earlier epochs
     exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
     predicted_tokens: int = 0  # set by the scheduler: expected output length
+    cached_tokens: int = 0  # set by the scheduler: of the prompt, expected in the worker's prefix cache
     repeated: int = 0  # refusals that the gateway repeated to this tenant by itself since its last submission
     move_to: str = ""  # the worker that a Move named: it is tried first; not passed on to workers
     kv: KvOffer | None = None  # of a moved request: its worker may fetch KV blocks instead of computing them again
@@ -157,7 +160,11 @@ class Drain(msgspec.Struct, tag="drain", kw_only=True):
     """Refuse new work, finish running requests, then stop."""
 
 
-Control = Cancel | Drain
+class ListPrefixes(msgspec.Struct, tag="list_prefixes", kw_only=True):
+    """List all cached KV blocks in the next heartbeat: a scheduler has started, or missed a message."""
+
+
+Control = Cancel | Drain | ListPrefixes
 
 
 class Move(msgspec.Struct, kw_only=True):

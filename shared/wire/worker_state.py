@@ -16,7 +16,8 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     adapters that are on disk only are left out, and the receiver keeps what it knew of them. `kv_blocks_free` counts the blocks
     that a new request could get if all cached entries were evicted; `adapter_bytes_free` counts empty bytes. If KV blocks and
     adapters share their memory (`WorkerLimits.kv_block_bytes`), the same bytes count in both. `merged` is the digest of the
-    adapter that is merged into the weights, "" for none; `merged_share` is its share of `requests`.
+    adapter that is merged into the weights, "" for none; `merged_share` is its share of `requests`. `prefixes` are the keys of
+    the KV blocks that can be reused (8 bytes each: `policies.memory.kv_blocks.short_key`); None leaves them as they were known.
     """
 
     worker_id: str
@@ -32,12 +33,14 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     lists_disk: bool = True
     merged: str = ""
     merged_share: float = 0.0
+    prefixes: bytes | None = None
 
 
 class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
     """The changes since `seq - 1`; a heartbeat may contain none. A receiver that missed one waits for the next snapshot.
 
-    `running_left`: output tokens that all running requests together are still expected to produce.
+    `running_left`: output tokens that all running requests together are still expected to produce. `cached`, `uncached`: keys
+    of KV blocks that can be reused from now on, or no longer, as in a snapshot's `prefixes`.
     """
 
     worker_id: str
@@ -51,6 +54,8 @@ class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
     resident: list[Residency] = []  # now in this tier
     evicted: list[str] = []  # removed from every tier
     running_left: int | None = None
+    cached: bytes = b""
+    uncached: bytes = b""
 
 
 WorkerState = WorkerSnapshot | WorkerDelta

@@ -56,6 +56,19 @@ async def test_an_unknown_model_is_a_404_that_names_it(client: Client) -> None:
     assert refusal.value.status == 404
 
 
+async def test_the_next_turn_of_a_chat_goes_to_the_worker_that_has_its_history(client: Client) -> None:
+    """With two workers, chance alone would send at least one of eight chats elsewhere in 255 of 256 cases."""
+    chats = [f"chat {number}: " + " ".join(f"word{number * 7 + n}" for n in range(60)) for number in range(8)]
+
+    async def cached(prompt: str) -> int:
+        body = {"model": "rot13", "prompt": prompt, "max_tokens": 1}
+        usage = (await client.call("POST", "/v1/completions", json=body))["usage"]
+        return (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+    assert [await cached(chat) for chat in chats] == [0] * 8
+    assert min([await cached(f"{chat} and so on") for chat in chats]) >= 256
+
+
 @pytest.fixture
 def base_url(stack: LiveStack) -> str:
     return f"{stack.facts().urls[0]}/v1"

@@ -25,6 +25,7 @@ class Seen:
     perf: PerfModel
     kv_blocks_free: int
     tier: Tier | None
+    cached_tokens: int = 0  # of the request's prompt
     requests: Sequence[tuple[RequestBrief, float]]
 
 
@@ -32,7 +33,7 @@ class Seen:
 def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[float, float]:
     """The formula, term by term. Returns the cost, and the largest share by which an objective is missed (0 or less: none)."""
     perf, limits, kernel, rank = worker.perf, worker.limits, worker.perf.kernel, ask.rank
-    requests = [brief for brief, _ in worker.requests]
+    requests, tokens = [brief for brief, _ in worker.requests], ask.tokens - worker.cached_tokens
     queue, running = ([r for r in requests if (r.phase == "running") == runs] for runs in (False, True))
     n, ranks, out = len(requests), [r.rank for r in requests], float(ask.out_tokens) or avg_resp_len
     left, queue_tokens = sum(map(tokens_left, running)), sum(map(tokens_to_prefill, queue))
@@ -42,8 +43,8 @@ def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[
     step = decode_ms(perf, n + 1.0, lora_load(kernel, [*ranks, rank]))
     d_step = step - decode_ms(perf, float(n), lora_load(kernel, ranks))
     queued_ms = prefill_ms(perf, float(queue_tokens), lora_load(kernel, [r.rank for r in queue]))
-    joined = prefill_ms(perf, float(queue_tokens + ask.tokens), lora_load(kernel, [*(r.rank for r in queue), rank]))
-    alone = prefill_ms(perf, float(ask.tokens), float(rank))
+    joined = prefill_ms(perf, float(queue_tokens + tokens), lora_load(kernel, [*(r.rank for r in queue), rank]))
+    alone = prefill_ms(perf, float(tokens), float(rank))
     joins = max(0.0, 1.0 - (now_s - opened_s) * 1000 / step)
 
     used = not ask.adapter or any(r.adapter_digest == ask.adapter for r in requests)
@@ -56,7 +57,7 @@ def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[
     wait = joined + (copy if limits.copies != "bridged" else 0.0) + fetch
     wait += max(0.0, n + 1 - limits.max_running) * step * left / max(1, len(running)) ** 2
     total, free = limits.kv_blocks_most * limits.block_size, worker.kv_blocks_free * limits.block_size
-    needed = ask.tokens + out + queue_tokens + sum(map(tokens_left, queue)) + 0.5 * left
+    needed = tokens + out + queue_tokens + sum(map(tokens_left, queue)) + 0.5 * left
     wait += step * max(0.0, needed - free) / max(1, total - free) * 2 * left / max(1, len(running))
 
     tpot = step + n * perf.prefill_base_ms / avg_resp_len

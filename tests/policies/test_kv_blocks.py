@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from motet.policies.memory.kv_blocks import KvBlocks, cache_scope, chain_key, root_key
+from motet.policies.memory.kv_blocks import KvBlocks, cache_scope, chain_key, merged_key, root_key, short_key
 from motet.policies.memory.worth import Reuse
 
 
@@ -251,8 +251,9 @@ def test_names_chosen_to_look_like_another_scope_do_not_reach_it() -> None:
 
 
 def test_an_adapter_shares_no_blocks_with_itself_merged() -> None:
-    assert root_key("a", b"scope") != root_key("a", b"scope", merged=True)
-    assert root_key("a", merged=True) != root_key("b", merged=True)
+    plain = [chain_key(root_key(digest), b"tokens") for digest in ("a", "b")]
+    keys = plain + [merged_key(key) for key in plain]
+    assert len(set(keys)) == len(set(map(short_key, keys))) == 4
 
 
 def lose(kv: KvBlocks) -> None:

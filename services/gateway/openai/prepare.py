@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from motet.policies.memory.kv_blocks import TOLD_TOKENS, cache_scope, prompt_keys, told_tokens
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.openai.lanes import Lane
 from motet.services.gateway.openai.profiles import Profile, Profiles
@@ -28,10 +29,13 @@ from motet.shared.errors import BadRequest, PromptTooLong
 from motet.shared.model import AdapterRef, Slo
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
+from motet.shared.wire.prefixes import PrefixKeys, pack_keys
+from motet.shared.wire.request import TOKEN_BYTES
 
 T = TypeVar("T")
 log = logger("motet.prepare")
 MESSAGE_BYTES = 1 << 20  # NATS's default
+KEYS_MAX = 2_048  # of a prompt, for which schedulers look: 131,072 tokens
 SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
 SLO_MAX_MS = 3_600_000
 SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
@@ -91,6 +95,7 @@ class Preparer:
         self._profiles = profiles
         self.base_model = config.base.name
         self._fixed_model_len = 0
+        self._schemes: list[tuple[int, bool]] = []
 
     @property
     def max_model_len(self) -> int:
@@ -98,10 +103,21 @@ class Preparer:
         return self._fixed_model_len or self._fleet.max_model_len(self.prompts.context_length)
 
     def now(self) -> Preparer:
-        """This preparer with the present `max_model_len`, for a thread: workers come and go in the event loop."""
+        """This preparer with the present facts of the workers, for a thread: they come and go in the event loop."""
         preparer = copy.copy(self)
         preparer._fixed_model_len = self.max_model_len
+        preparer._schemes = self._fleet.prefix_schemes()
         return preparer
+
+    def prefix_keys(self, prompt: bytes, adapter: AdapterRef | None, tenant: str, cache_salt: str) -> tuple[PrefixKeys, ...]:
+        """The keys of a prompt's blocks (int32 bytes) by which schedulers find the workers that have them cached."""
+        digest = adapter.digest if adapter is not None else ""
+        parts = {(size, cache_scope(tenant, cache_salt, shared=shared and not digest)) for size, shared in self._schemes}
+        beginning = prompt[: KEYS_MAX * TOLD_TOKENS * TOKEN_BYTES]
+        return tuple(
+            PrefixKeys(told_tokens(size), pack_keys(prompt_keys(beginning, size, digest, scope)))
+            for size, scope in sorted(parts)
+        )
 
     def slo(self, given: Mapping[str, Any], *, names: Mapping[str, str] = SLO_FIELDS) -> Slo:
         """The objective from `class`, `ttft_ms` and `tpot_ms`, each optional.

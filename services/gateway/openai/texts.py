@@ -133,11 +133,13 @@ class _Draft(Generic[R]):
         """The job of one prompt, without the id and the seed of a choice."""
         request, preparer, origin = self.request, self.preparer, self.origin
         features, excerpt = self._for_predictor(given, prompt, sampling)
+        packed, cache_salt = pack_tokens(prompt), request.cache_salt or ""
+        reusable = not self.images and sampling.prompt_logprobs is None
         shows_special = parsing is not None and bool(parsing.tools)  # some formats are made of special tokens
         return Job(
             request_id="",
             model=self.model,
-            prompt=pack_tokens(prompt),
+            prompt=packed,
             sampling=sampling,
             slo=preparer.objective(origin, sampling.max_tokens),
             adapter=self.adapter,
@@ -152,7 +154,8 @@ class _Draft(Generic[R]):
             continues_text=self._continues_text(),
             features=features,
             prompt_text=excerpt,
-            cache_salt=request.cache_salt or "",
+            cache_salt=cache_salt,
+            prefix_keys=preparer.prefix_keys(packed, self.adapter, origin.tenant, cache_salt) if reusable else (),
             priority=request.priority or 0,
             needs=needs,
             images=self.images,

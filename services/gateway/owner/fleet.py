@@ -77,6 +77,10 @@ class Fleet:
         """The longest sequence that any worker accepts, in tokens; `default` without workers."""
         return max((known.limits.max_model_len for known in self.workers()), default=default)
 
+    def prefix_schemes(self) -> list[tuple[int, bool]]:
+        """As in `WorkersSeen`."""
+        return self._seen.prefix_schemes()
+
     def tiers(self, digest: str) -> dict[str, str]:
         """Where an adapter version is resident: worker id -> fastest tier."""
         held = {known.worker_id: self.held(known.worker_id).adapters.get(digest) for known in self.workers()}

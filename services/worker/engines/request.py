@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ class EngineRequest(GenerateRequest, frozen=True, kw_only=True):
             epoch=self.epoch,
             output_tokens=output_tokens,
             phase="running" if running else "waiting",
+            cached_tokens=self.cached_tokens,
         )
 
     def item(self, index: int, finish: FinishReason | None = None, *, error: MotetError | None = None) -> StreamItem:
@@ -156,7 +157,7 @@ class StepOutput:
 class StepReport:
     """The event loop's report of one step, which began at `began_s`; its duration is in the statistics.
 
-    `failures` counts consecutive failing steps, this one included.
+    `failures` counts consecutive failing steps, this one included. `prefixes`: as in `worker_events.Stepped`.
     """
 
     step: int
@@ -165,3 +166,4 @@ class StepReport:
     failures: int
     kv_blocks_free: int
     adapter_bytes_free: int
+    prefixes: Mapping[int, bool] | None = None

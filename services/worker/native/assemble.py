@@ -172,6 +172,7 @@ def _limits(
         max_lora_rank=config.adapters.max_lora_rank,
         kv_block_bytes=runner.kv_block_bytes if runner.elastic else 0,
         copies=_copies(config, runner),
+        prefix_cache=config.prefix_cache,
         kv_format=kv_format,
         kv_token_bytes=runner.kv_block_bytes // config.kv.block_size,
         pin_slots=config.adapters.max_loras // PIN_SHARE,

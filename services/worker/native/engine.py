@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection
 
 from motet.policies.step.batch_core import BatchCore
-from motet.policies.step.batch_state import StepPlan, advance, due_s
+from motet.policies.step.batch_state import StepPlan, advance, cache_keys, due_s
 from motet.policies.step.cold_start import ColdStartName
 from motet.policies.step.merge_decision import MergeConfig
 from motet.policies.step.merged_copy import MERGE, MergedCopy
@@ -127,6 +127,13 @@ class Engine:
         """Empty device memory that adapters may fill."""
         return self._core.adapter_bytes_free
 
+    def take_prefixes(self) -> dict[int, bool] | None:
+        """What became of cached KV blocks since the last call (`worker_events.Stepped.prefixes`), from the first call on."""
+        kv = self._core.state.kv
+        if kv.news is None and kv.prefix_cache:
+            kv.news = {}
+        return kv.take_news()
+
     @property
     def cold_start(self) -> ColdStartName:
         """How requests start whose adapter is being copied; "auto" where steps wait for copies."""
@@ -184,7 +191,7 @@ class Engine:
     def _keys_of(self, request_id: str, epoch: int) -> list[bytes]:
         """The keys of a request's full blocks; none if the engine does not have the request."""
         live = self._find(request_id)
-        return live.keys[: live.published] if live is not None and live.request.epoch == epoch else []
+        return cache_keys(live, 0, live.published) if live is not None and live.request.epoch == epoch else []
 
     def _find(self, request_id: str) -> LiveSequence | None:
         return next((live for live in self._sequences() if live.request.request_id == request_id), None)

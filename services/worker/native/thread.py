@@ -140,6 +140,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build()
+            engine.take_prefixes()  # what its warm-up cached is nobody's
         except BaseException as error:
             self._on_loop(_fail, self._built, error)
             return
@@ -215,6 +216,7 @@ class EngineThread:
                 failures=self._failures,
                 kv_blocks_free=engine.kv_blocks_free,
                 adapter_bytes_free=engine.adapter_bytes_free,
+                prefixes=engine.take_prefixes(),
             ),
         )
 

@@ -10,11 +10,10 @@ from motet.shared.clock import now_s
 from motet.shared.kv import Bucket
 from motet.shared.model import AdapterRef
 from motet.shared.placement import Placement, PlacementWatch
-from tests.services.scheduler.test_service import hire, knows, schedule, submit
+from tests.services.scheduler.support import knows, submit
 from tests.support import eventually
 from tests.support_worker import generate_request, worker_limits
 
-__all__ = ["hire", "schedule"]  # fixtures
 LIMITS = worker_limits(pin_slots=2, pin_bytes=1 << 20)
 
 

@@ -15,11 +15,10 @@ from motet.shared.kv import Bucket
 from motet.shared.leases import EXPIRY_S
 from motet.shared.wire.admin import StatusReply, StatusRequest
 from motet.shared.wire.request import Assigned, Move, pack_tokens
-from tests.services.scheduler.test_service import hire, knows, schedule, submit
+from tests.services.scheduler.support import knows, submit
 from tests.support import eventually
 from tests.support_worker import PERF, brief_of, generate_request, worker_limits
 
-__all__ = ["hire", "schedule"]  # fixtures
 LIMITS = worker_limits(max_running=2, max_waiting=200)
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from motet.services.scheduler.config import SchedulerConfig
-from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import (
@@ -20,62 +17,15 @@ from motet.shared.errors import (
     Overloaded,
     PromptTooLong,
     Unavailable,
-    from_info,
 )
 from motet.shared.leases import LeaseHolder
 from motet.shared.model import EmbeddingParams, Residency, SamplingParams, Slo
-from motet.shared.telemetry import REGISTRY
 from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.wire.prediction import Outcome, Prediction, PredictRequest
-from motet.shared.wire.refusal import Refused
-from motet.shared.wire.request import Assigned, Cancel, SubmitReply, pack_tokens
+from motet.shared.wire.request import Assigned, Cancel, pack_tokens
+from tests.services.scheduler.support import counted, knows, submit
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
-
-Schedule = Callable[..., Awaitable[SchedulerService]]
-
-
-@pytest.fixture
-async def schedule(bus: Bus, nats_url: str) -> AsyncIterator[Schedule]:
-    """Starts schedulers on the test's server."""
-    started: list[SchedulerService] = []
-
-    async def start(**config) -> SchedulerService:
-        service = SchedulerService(SchedulerConfig.of(nats_url=nats_url, **config))
-        started.append(service)
-        await service.start()
-        return service
-
-    yield start
-    for service in started:
-        await service.stop()
-
-
-@pytest.fixture
-async def hire(bus: Bus, connect) -> Callable[..., Awaitable[FakeWorker]]:
-    """Starts fake workers, each on a connection of its own."""
-
-    async def start(worker_id: str, *, lease: bool = True, prepare=lambda worker: None, **options) -> FakeWorker:
-        worker = FakeWorker(await connect(f"worker-{worker_id}"), worker_id, **options)
-        prepare(worker)
-        await worker.start(lease=lease)
-        return worker
-
-    return start
-
-
-async def submit(bus: Bus, request) -> Assigned | MotetError:
-    reply = await bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=10.0)
-    return from_info(reply.error) if isinstance(reply, Refused) else reply
-
-
-def counted(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(f"motet_scheduler_{name}_total", labels) or 0.0
-
-
-async def knows(service: SchedulerService, *worker_ids: str) -> None:
-    await eventually(lambda: all(map(service.cluster.knows, worker_ids)))
-
 
 # ---- the ordinary case
 

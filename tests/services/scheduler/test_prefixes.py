@@ -1,0 +1,104 @@
+"""Promise: a request goes where its prompt's blocks are cached, by what workers say now, however messages are lost."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from motet.policies.memory.kv_blocks import merged_short, prompt_keys
+from motet.shared.model import AdapterRef
+from motet.shared.wire.prefixes import PrefixKeys, pack_keys
+from motet.shared.wire.request import Assigned, GenerateRequest
+from tests.services.scheduler.support import knows, submit
+from tests.support import eventually
+from tests.support_worker import generate_request, worker_limits
+
+ADAPTER = AdapterRef(name="a", digest="digest-a", rank=8, size_bytes=1 << 20)
+LIMITS = worker_limits(prefix_cache="tenant")
+
+
+def asked(request_id: str, *, blocks: int = 7, adapter: AdapterRef | None = None, scope: bytes = b"acme") -> GenerateRequest:
+    """A prompt of `blocks` times 64 tokens and one more."""
+    request = generate_request(request_id, prompt=range(64 * blocks + 1), adapter=adapter)
+    keys = prompt_keys(request.prompt, 16, adapter.digest if adapter else "", scope)
+    return replace(request, prefix_keys=(PrefixKeys(64, pack_keys(keys)),))
+
+
+def keys_of(request: GenerateRequest) -> list[int]:
+    return prompt_keys(request.prompt, 16, request.adapter.digest if request.adapter else "", b"acme")
+
+
+async def test_the_worker_that_has_the_prompt_gets_the_request_and_is_told_how_much_of_it(bus, schedule, hire):
+    workers = {name: await hire(name, limits=LIMITS) for name in ("w0", "w1", "w2")}
+    service = await schedule()
+    await knows(service, *workers)
+    state = service.cluster.state
+    for number, home in enumerate(("w2", "w0", "w1")):
+        request = asked(f"r{number}", blocks=7 + number, scope=b"acme" if number else b"globex")
+        keys = prompt_keys(request.prompt, 16, "", b"acme" if number else b"globex")
+        await workers[home].delta(cached=keys)
+        await eventually(lambda home=home, keys=keys: state.prefixes.has(state.row(home), keys[-1]))
+        assert await submit(bus, request) == Assigned(worker_id=home, predicted_tokens=64)
+        [taken] = [one for one in workers[home].assigned if one.request_id == request.request_id]
+        assert taken.cached_tokens == 64 * (7 + number)
+        assert taken.prefix_keys == (), "a worker makes its own"
+
+
+async def test_a_scheduler_that_starts_learns_what_is_cached_within_a_heartbeat(bus, schedule, hire):
+    worker = await hire("w1", limits=LIMITS)
+    await hire("w0", limits=LIMITS)
+    request = asked("r")
+    worker.prefixes, worker.lists_prefixes = set(keys_of(request)), False  # it listed them before, to others
+    service = await schedule()
+    await eventually(lambda: not service.cluster.unlisted())
+    assert await submit(bus, request) == Assigned(worker_id="w1", predicted_tokens=64)
+
+
+async def test_after_a_lost_message_the_scheduler_asks_for_a_list(bus, schedule, hire):
+    worker = await hire("w1", limits=LIMITS)
+    service, request = await schedule(), asked("r")
+    await knows(service, "w1")
+    await worker.delta(cached=keys_of(request)[:3], skip=1)
+    state = service.cluster.state
+    await eventually(lambda: state.prefixes.has(state.row("w1"), keys_of(request)[2]))
+
+
+async def test_a_worker_without_a_prefix_cache_is_asked_for_nothing(bus, schedule, hire):
+    worker = await hire("w1")
+    service = await schedule()
+    await knows(service, "w1")
+    await worker.delta(skip=1)
+    await eventually(lambda: worker.seq > 5)
+    assert not worker.controls
+
+
+@pytest.mark.parametrize("merged", [False, True])
+async def test_blocks_of_a_merged_adapter_are_found_where_it_is_merged_alone(bus, schedule, hire, merged):
+    workers = [await hire(f"w{number}", limits=LIMITS) for number in range(2)]
+    request = asked("r", adapter=ADAPTER)
+    workers[1].merged = ADAPTER.digest if merged else ""
+    workers[1].prefixes, workers[1].lists_prefixes = {merged_short(key) for key in keys_of(request)}, True
+    service = await schedule()
+    await knows(service, "w0", "w1")
+    await eventually(lambda: not service.cluster.unlisted())
+    cached = service.cluster.state.cached_tokens(request.prefix_keys, ADAPTER.digest)
+    found = 0 if cached is None else int(cached[service.cluster.state.row("w1")])
+    assert found == (64 * 7 if merged else 0)
+
+
+async def test_blocks_of_a_request_count_from_its_assignment_on(bus, schedule, hire):
+    service = await schedule()
+    worker = await hire("w1", limits=LIMITS, heartbeat_s=30.0)
+    await knows(service, "w1")
+    for number in range(2):
+        await submit(bus, asked(f"r{number}", blocks=15))
+    assert [one.cached_tokens for one in worker.assigned] == [0, 960]
+
+
+async def test_without_the_option_caches_count_nothing(bus, schedule, hire):
+    worker = await hire("w1", limits=LIMITS)
+    service, request = await schedule(prefix_aware=False), asked("r")
+    await knows(service, "w1")
+    await worker.delta(cached=keys_of(request))
+    await submit(bus, request)
+    assert worker.assigned[0].cached_tokens == 0
