@@ -17,7 +17,8 @@ QUIET = ApiServer(series_s=0.0, name_s=0.0)
 
 def model(**ms: float) -> VllmStepModel:
     """A step model with the given milliseconds per unit; the others cost nothing."""
-    return VllmStepModel(ms={term: ms.get(term, 0.0) for term in TERMS}, load_full_ms=5.0, load_padded_ms=8.0, scan_us=0.0)
+    weights = {term: ms.get(term, 0.0) for term in TERMS}
+    return VllmStepModel(ms=weights, load_full_ms=5.0, load_padded_ms=8.0, scan_us=0.0, listed_us=0.0)
 
 
 TEN_MS = model(constant=10.0)
