@@ -7,6 +7,7 @@ import gzip
 import io
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from bench import twin_vllm
 from bench.watch import Watch
 from motet.twin.traces import FileError
 from motet.twin.vllm.calibrate import LISTED_US, Sample, calibrate, fit
-from motet.twin.vllm.runs import predict, published_twin, read_runs
+from motet.twin.vllm.runs import predict, published_twin, read_runs, requests
 from motet.twin.vllm.steps import TERMS, VllmStepModel, features
 
 MODEL = "llama-3.1-8b-instruct"
@@ -202,6 +203,14 @@ def test_a_run_is_predicted_from_its_description_alone(folder: Path) -> None:
     assert predict(same, calibrate(folder)[MODEL]) == outcome
     assert outcome.total_tok_s == pytest.approx(4 * 410, rel=0.25)
     assert outcome.itl_mean_ms > 12
+
+
+def test_lengths_keep_the_limits_of_the_client(folder: Path) -> None:
+    [(run, _)] = read_runs(folder, "dt-validation")
+    work = requests(replace(run, duration_s=3_600.0))
+    assert max(work.prompt_tokens) <= 1024 < max(work.output_tokens)
+    assert max(p + o for p, o in zip(work.prompt_tokens, work.output_tokens, strict=True)) <= 2048
+    assert np.mean(work.output_tokens) == pytest.approx(0.99 * run.output_mean_tokens, rel=0.01)
 
 
 def test_the_bench_compares_times_to_first_token_of_runs_that_count(folder: Path) -> None:

@@ -43,7 +43,7 @@ def test_each_adapter_keeps_its_rate() -> None:
 
 @pytest.mark.parametrize("mean", [20, 200, 450])
 def test_lengths_meet_their_mean_and_bounds(mean: int) -> None:
-    drawn = np.array(lengths(5_000, mean, np.random.default_rng(0)))
+    drawn = np.array(lengths(5_000, mean, 1024, np.random.default_rng(0)))
     assert drawn.mean() == pytest.approx(mean, rel=0.01)
     assert (drawn.min(), drawn.max()) >= (4, mean)
     assert drawn.max() <= 1024
@@ -51,7 +51,7 @@ def test_lengths_meet_their_mean_and_bounds(mean: int) -> None:
 
 def test_a_mean_outside_of_the_bounds_is_refused() -> None:
     with pytest.raises(ValueError, match="mean length 900"):
-        lengths(10, 900, np.random.default_rng(0))
+        lengths(10, 900, 1024, np.random.default_rng(0))
 
 
 def one_stream(api: ApiServer, decoding: int) -> Client:

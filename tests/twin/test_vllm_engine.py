@@ -108,8 +108,8 @@ def test_advancing_many_steps_in_one_go_is_exact(rate: float, kv_tokens: int, a_
     asked = Requests(
         arrival_s=times,
         adapter=adapters,
-        prompt_tokens=lengths(len(times), 200, rng),
-        output_tokens=lengths(len(times), 150, rng),
+        prompt_tokens=lengths(len(times), 200, 1024, rng),
+        output_tokens=lengths(len(times), 150, 1024, rng),
         ranks=[8] * 12,
         duration_s=60.0,
     )

@@ -267,7 +267,7 @@ def _first_requests(folder: Path) -> dict[str, float]:
     for row in _calibration_runs(folder, "calib-loading"):
         n = row.integer("completed", at_least=2)
         median_ms = row.number("ttft_median_ms")
-        half_ms = (row.number("ttft_p99_ms") - median_ms) * 0.5 / 0.49  # from the median to the last
+        half_ms = (row.number("ttft_p99_ms") - median_ms) * 0.5 / 0.49  # from the first to the median
         found.setdefault(row.text("model"), []).append(max(0.0, median_ms - half_ms) / n)
     return {model: _median(times_ms) for model, times_ms in found.items()}
 

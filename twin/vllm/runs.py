@@ -11,7 +11,7 @@ from motet.twin.vllm.calibrate import VERSION, Calibration
 from motet.twin.vllm.client import Outcome, Requests
 from motet.twin.vllm.engine import EngineConfig, SimulatedVllm
 from motet.twin.vllm.tables import Row, find, rows
-from motet.twin.vllm.workload import arrivals, lengths
+from motet.twin.vllm.workload import PROMPT_MAX_TOKENS, REQUEST_MAX_TOKENS, arrivals, lengths
 
 CLIENT_SEED = 0  # of all runs
 # Completions end before the length that was asked for when the model says so; the data's README gives these shares.
@@ -121,11 +121,13 @@ def requests(run: Run) -> Requests:
     rng = np.random.default_rng(CLIENT_SEED)
     ranks = rng.permutation(run.ranks).tolist()
     share = ANSWERED_SHARE.get(run.model, 1.0)
+    prompts = lengths(len(times), run.prompt_mean_tokens, PROMPT_MAX_TOKENS, rng)
+    outputs = lengths(len(times), run.output_mean_tokens * share, REQUEST_MAX_TOKENS, rng)
     return Requests(
         arrival_s=times,
         adapter=adapters,
-        prompt_tokens=lengths(len(times), run.prompt_mean_tokens, rng),
-        output_tokens=lengths(len(times), run.output_mean_tokens * share, rng),
+        prompt_tokens=prompts,
+        output_tokens=[min(output, REQUEST_MAX_TOKENS - prompt) for prompt, output in zip(prompts, outputs, strict=True)],
         ranks=ranks,
         duration_s=run.duration_s,
     )
