@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     results = []
     slowest_s = 0.0
     chosen = runs[:: QUICK_EVERY if args.quick else 1]
-    mixed = np.random.default_rng(0).permutation(len(chosen))  # a bench that is cut short has runs of every kind
+    mixed = np.random.default_rng(0).permutation(len(chosen)).tolist()  # a bench that is cut short has runs of every kind
+    mixed.sort(key=lambda i: chosen[i][1].ports_exhausted)  # and first of all those that count
     for number in args.watch.rounds(len(chosen), "runs"):
         asked, measured = chosen[mixed[number]]
         if asked.model not in fitted:
