@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bench import twin_vllm
+from bench.watch import Watch
 from motet.twin.traces import FileError
-from motet.twin.vllm.calibrate import Sample, calibrate, fit
-from motet.twin.vllm.runs import predict, published_twin, read_runs
+from motet.twin.vllm.calibrate import LISTED_US, Sample, calibrate, fit
+from motet.twin.vllm.runs import predict, published_twin, read_runs, requests
 from motet.twin.vllm.steps import TERMS, VllmStepModel, features
 
 MODEL = "llama-3.1-8b-instruct"
@@ -33,9 +37,21 @@ TRUE_MS = dict.fromkeys(TERMS, 0.0) | {
 }
 
 
-def truth(tokens: float, rows: float, context: float, a_max: int, s_max: int, distinct: float, *, mixed: bool) -> float:
+def truth(
+    tokens: float,
+    rows: float,
+    context: float,
+    a_max: int,
+    s_max: int,
+    distinct: float,
+    *,
+    mixed: bool,
+    in_memory: int | None = None,
+) -> float:
+    """Milliseconds of a step; by default as many adapters are in CPU memory as there are slots."""
     x = features(tokens, rows, context, a_max, s_max, distinct, mixed=mixed)
-    return float(x @ np.array([TRUE_MS[term] for term in TERMS]))
+    listed = distinct * (a_max if in_memory is None else in_memory)
+    return float(x @ np.array([TRUE_MS[term] for term in TERMS])) + LISTED_US * 1e-3 * listed
 
 
 def write(folder: Path, name: str, columns: str, lines: Sequence[Sequence[object]]) -> None:
@@ -70,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
             latency.append((name, "find_max_batch", MODEL, a_max, 8, "", prompt, 100, 256, decode_ms, full_ms))
     loading = []
     for rank, s_max, load_ms in ((8, 8, 9), (8, 16, 10), (16, 16, 9), (8, 32, 10)):
-        step_ms = truth(1, 1, 100, 1, s_max, 1, mixed=False)
+        step_ms = truth(1, 1, 100, 1, s_max, 1, mixed=False, in_memory=50)
         summary.append((f"l{rank}-{s_max}", MODEL, "calib-loading", 1, 1, s_max, step_ms, step_ms + load_ms))
         loading.append((f"l{rank}-{s_max}", rank, "serving"))
     latency.append(("b", "decode_adapters", MODEL, 300, 8, 220, 5, 100, 220, "", ""))
@@ -122,13 +138,21 @@ RUN = {
     "run_id": "r", "purpose": "dt-validation", "model": MODEL, "vllm_version": "0.8.5", "status": "ok", "flags": "",
     "planned_duration_s": 60, "n_adapters_served": 4, "A_max": 8, "S_max": 16, "max_num_seqs": 2048,
     "arrival_process": "poisson_per_adapter", "pool_mean_input_tokens": 220, "pool_mean_output_tokens": 190,
-    "total_tok_s": 1600, "starved": 0, "itl_mean_ms": 20,
+    "total_tok_s": 1600, "starved": 0, "itl_mean_ms": 20, "completed": 220, "total_input_tokens": 48_000,
+    "ttft_mean_ms": 40, "ttft_median_ms": 30, "ttft_p99_ms": 300, "ttft_penalised_ms": 900,
 }  # fmt: skip
+REQUEST_MS, TOKENIZER_MS = 7.0, 200.0
 
 
 def write_runs(folder: Path, rates: str = "1 1 0.5 1.5", ranks: str = "8:2;16:2", **changes: object) -> None:
-    cells = RUN | changes
-    write(folder, "runs.csv.gz", ",".join(RUN), [list(cells.values())])
+    """One served run, and two of the calibration: a single request, and the first requests of 50 adapters, 700 ms each."""
+    one_ms = REQUEST_MS + truth(13, 1, 0, 64, 16, 0, mixed=True)
+    one = RUN | {"purpose": "calib-memory", "A_max": 64, "completed": 1, "total_input_tokens": 13, "ttft_mean_ms": one_ms}
+    ttft_ms = 50 * TOKENIZER_MS + 700 * np.arange(50)
+    median_ms, p99_ms = np.percentile(ttft_ms, [50, 99])
+    first = RUN | {"purpose": "calib-loading", "completed": 50, "ttft_median_ms": median_ms, "ttft_p99_ms": p99_ms}
+    lines = [list(cells.values()) for cells in (RUN | changes, one, first)]
+    write(folder, "runs.csv.gz", ",".join(RUN), lines)
     write(folder, "adapters.csv", "run_id,ranks_multiset,rates_req_s_in_adapter_order", [("r", ranks, rates)])
 
 
@@ -138,6 +162,7 @@ def test_the_fit_recovers_known_coefficients(folder: Path) -> None:
     assert max(found.errors.values()) < 0.01
     assert (found.steps.load_full_ms, found.steps.load_padded_ms) == pytest.approx((9, 10))
     assert found.steps.scan_us == pytest.approx(0.3)
+    assert (found.api.request_s * 1e3, found.api.tokenizer_s * 1e3) == pytest.approx((REQUEST_MS, TOKENIZER_MS), rel=1e-3)
 
 
 def test_a_cost_is_never_negative() -> None:
@@ -161,23 +186,54 @@ def test_kv_size_is_interpolated_and_not_guessed(folder: Path) -> None:
 
 
 def test_a_table_of_step_times_says_what_the_linear_model_says() -> None:
-    steps = VllmStepModel(ms=TRUE_MS, load_full_ms=1, load_padded_ms=2, scan_us=0)
-    table = steps.table(64, 32, 2048)
+    steps = VllmStepModel(ms=TRUE_MS, load_full_ms=1, load_padded_ms=2, scan_us=0, listed_us=LISTED_US)
+    table = steps.table(64, 32, 2048, in_memory=300)
     for tokens, rows, context, distinct, mixed in ((1, 1, 100, 0, False), (7, 7, 900, 3, False), (700, 60, 9_000, 20, True)):
-        expected_ms = truth(tokens, rows, context, 64, 32, distinct, mixed=mixed)
+        expected_ms = truth(tokens, rows, context, 64, 32, distinct, mixed=mixed, in_memory=300)
         assert table.seconds(tokens, rows, context, distinct, mixed=mixed) * 1e3 == pytest.approx(expected_ms)
 
 
 def test_a_run_is_predicted_from_its_description_alone(folder: Path) -> None:
     [(run, measured)] = read_runs(folder, "dt-validation")
     outcome = predict(run, calibrate(folder)[MODEL])
-    write_runs(folder, total_tok_s=7, itl_mean_ms=7)
+    write_runs(folder, total_tok_s=7, itl_mean_ms=7, ttft_mean_ms=7)
     [(same, other)] = read_runs(folder, "dt-validation")
     assert same == run
     assert other != measured
     assert predict(same, calibrate(folder)[MODEL]) == outcome
     assert outcome.total_tok_s == pytest.approx(4 * 410, rel=0.25)
     assert outcome.itl_mean_ms > 12
+
+
+def test_lengths_keep_the_limits_of_the_client(folder: Path) -> None:
+    [(run, _)] = read_runs(folder, "dt-validation")
+    work = requests(replace(run, duration_s=3_600.0))
+    assert max(work.prompt_tokens) <= 1024 < max(work.output_tokens)
+    assert max(p + o for p, o in zip(work.prompt_tokens, work.output_tokens, strict=True)) <= 2048
+    assert np.mean(work.output_tokens) == pytest.approx(0.99 * run.output_mean_tokens, rel=0.01)
+
+
+def test_the_bench_compares_times_to_first_token_of_runs_that_count(folder: Path) -> None:
+    [(run, _)] = read_runs(folder, "dt-validation")
+    outcome = predict(run, calibrate(folder)[MODEL])
+    measured = {
+        "ttft_mean_ms": outcome.ttft_mean_ms / 1.25,
+        "ttft_median_ms": outcome.ttft_median_ms / 0.9,
+        "ttft_p99_ms": outcome.ttft_p99_ms / 0.5,
+        "ttft_penalised_ms": outcome.ttft_penalised_ms / 3,
+    }
+    write_runs(folder, **measured)
+    args = Namespace(runs=folder, calibration=None, purpose="dt-validation", quick=False)
+    figures = twin_vllm.run(Namespace(**vars(args), watch=Watch()))
+    assert (figures["ttft_error_p50"], figures["ttft_error_p99"]) == pytest.approx((25, 25), abs=0.01)
+    assert figures["ttft_median_error_p50"] == pytest.approx(10, abs=0.01)
+    assert figures["ttft_p99_error_p50"] == pytest.approx(50, abs=0.01)
+    assert figures["ttft_penalised_error_p50"] == pytest.approx(200, abs=0.01)
+    assert figures["ttft_penalised_smape"] == pytest.approx(50, abs=0.01)
+    write_runs(folder, **measured | {"ttft_penalised_ms": ""})
+    assert twin_vllm.run(Namespace(**vars(args), watch=Watch()))["ttft_penalised_smape"] is None
+    write_runs(folder, flags="client_port_exhaustion")
+    assert twin_vllm.run(Namespace(**vars(args), watch=Watch()))["ttft_error_p50"] is None
 
 
 def test_other_purposes_and_failed_runs_are_left_out(folder: Path) -> None:
@@ -193,6 +249,8 @@ def test_other_purposes_and_failed_runs_are_left_out(folder: Path) -> None:
         ({"A_max": "many"}, "runs.csv.gz", "A_max", "not a number"),
         ({"A_max": 8.5}, "runs.csv.gz", "A_max", "not a whole number"),
         ({"itl_mean_ms": "nan"}, "runs.csv.gz", "itl_mean_ms", "not finite"),
+        ({"ttft_mean_ms": 0}, "runs.csv.gz", "ttft_mean_ms", "below"),
+        ({"ttft_penalised_ms": "x"}, "runs.csv.gz", "ttft_penalised_ms", "not a number"),
         ({"planned_duration_s": -1}, "runs.csv.gz", "planned_duration_s", "below 1"),
         ({"arrival_process": "all_at_once"}, "runs.csv.gz", "arrival_process", "not known"),
         ({"rates": "1 1 inf 1"}, "adapters.csv", "rates_req_s_in_adapter_order", "positive, finite"),

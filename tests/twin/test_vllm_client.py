@@ -43,7 +43,7 @@ def test_each_adapter_keeps_its_rate() -> None:
 
 @pytest.mark.parametrize("mean", [20, 200, 450])
 def test_lengths_meet_their_mean_and_bounds(mean: int) -> None:
-    drawn = np.array(lengths(5_000, mean, np.random.default_rng(0)))
+    drawn = np.array(lengths(5_000, mean, 1024, np.random.default_rng(0)))
     assert drawn.mean() == pytest.approx(mean, rel=0.01)
     assert (drawn.min(), drawn.max()) >= (4, mean)
     assert drawn.max() <= 1024
@@ -51,7 +51,7 @@ def test_lengths_meet_their_mean_and_bounds(mean: int) -> None:
 
 def test_a_mean_outside_of_the_bounds_is_refused() -> None:
     with pytest.raises(ValueError, match="mean length 900"):
-        lengths(10, 900, np.random.default_rng(0))
+        lengths(10, 900, 1024, np.random.default_rng(0))
 
 
 def one_stream(api: ApiServer, decoding: int) -> Client:
@@ -89,6 +89,47 @@ def test_requests_that_come_while_the_front_end_is_blocked_are_seen_afterwards()
     assert client.arrivals(1.3) == []
     client.stepped(1.3, 0.3, 1, 1, 1)
     assert client.arrivals(1.6) == [1]
+
+
+def test_a_first_token_waits_until_the_front_end_is_free() -> None:
+    client = Client(asked(1), ApiServer(series_s=0.5, name_s=0.0, request_s=0.007))
+    client.labelled()
+    client.next_scrape_s = 1.0
+    assert client.arrivals(0.0) == [0]
+    client.stepped(0.0, 1.2, 1, 0, 1)  # the scrape at 1.0 lasts until 1.5
+    client.first_token(0, 1.2)
+    client.finished(0, 2.0)
+    outcome = client.outcome(10.0, preemptions=0, loads=0)
+    assert outcome.ttft_mean_ms == pytest.approx(1_507)
+
+
+def test_an_adapters_first_request_blocks_the_front_end() -> None:
+    work = asked(5, gap_s=0.1)
+    work.adapter[1] = 1
+    work.ranks.append(8)
+    client = Client(work, ApiServer(series_s=0.0, name_s=0.0, tokenizer_s=0.15))
+    assert client.arrivals(0.29) == []  # two tokenizers, from 0 until 0.3
+    assert client.next_arrival_s() == pytest.approx(0.3)
+    assert client.arrivals(0.31) == [0, 1, 2, 3]
+    assert client.next_arrival_s() == pytest.approx(0.4)
+    client.first_token(0, 0.2)
+    client.finished(0, 0.5)
+    assert client.outcome(10.0, preemptions=0, loads=0).ttft_mean_ms == pytest.approx(300)
+
+
+def test_times_to_first_token_are_those_of_completed_requests_unless_penalised() -> None:
+    client = Client(asked(4), ApiServer())
+    assert client.arrivals(9.0) == [0, 1, 2, 3]
+    for request, ttft_s in enumerate((0.1, 0.2, 0.6, 0.4)):
+        client.first_token(request, client.work.arrival_s[request] + ttft_s)
+    for request in (0, 1, 2):
+        client.finished(request, 8.0)
+    client.finished(3, 10.5)  # after the window
+    outcome = client.outcome(10.0, preemptions=0, loads=0)
+    assert outcome.ttft_mean_ms == pytest.approx(300)
+    assert outcome.ttft_median_ms == pytest.approx(200)
+    assert outcome.ttft_p99_ms == pytest.approx(592)
+    assert outcome.ttft_penalised_ms == pytest.approx((900 + 10_000) / 4)
 
 
 def test_requests_fail_while_no_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ QUIET = ApiServer(series_s=0.0, name_s=0.0)
 
 def model(**ms: float) -> VllmStepModel:
     """A step model with the given milliseconds per unit; the others cost nothing."""
-    return VllmStepModel(ms={term: ms.get(term, 0.0) for term in TERMS}, load_full_ms=5.0, load_padded_ms=8.0, scan_us=0.0)
+    weights = {term: ms.get(term, 0.0) for term in TERMS}
+    return VllmStepModel(ms=weights, load_full_ms=5.0, load_padded_ms=8.0, scan_us=0.0, listed_us=0.0)
 
 
 TEN_MS = model(constant=10.0)
@@ -107,8 +108,8 @@ def test_advancing_many_steps_in_one_go_is_exact(rate: float, kv_tokens: int, a_
     asked = Requests(
         arrival_s=times,
         adapter=adapters,
-        prompt_tokens=lengths(len(times), 200, rng),
-        output_tokens=lengths(len(times), 150, rng),
+        prompt_tokens=lengths(len(times), 200, 1024, rng),
+        output_tokens=lengths(len(times), 150, 1024, rng),
         ranks=[8] * 12,
         duration_s=60.0,
     )

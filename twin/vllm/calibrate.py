@@ -1,4 +1,4 @@
-"""Fits the vLLM flavour to calibration tables: overhead_*.csv of vLLM 0.8.5. No served run is used.
+"""Fits the vLLM flavour to calibration tables: overhead_*.csv and the calibration runs of vLLM 0.8.5. No served run is used.
 
 Each table becomes rows (features of a step, milliseconds). Every kind of row has the same total weight, errors are relative,
 and coefficients are not negative, since no term makes a step faster. The tables and what they contain:
@@ -9,6 +9,7 @@ and coefficients are not negative, since no term makes a step faster. The tables
     overhead_latency_v085        what those runs were; full steps with long contexts (`find_max_batch`: median and p99 gap)
     overhead_memory              KV tokens by slots and their size
     overhead_scheduler           scheduler time by waiting requests
+    runs                         only calib-memory (TTFT of one request) and calib-loading (TTFT of 50 adapters' first requests)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.times.least_squares import not_negative
+from motet.twin.vllm.client import ApiServer
 from motet.twin.vllm.steps import TERMS, VllmStepModel, features
 from motet.twin.vllm.tables import Row, rows
 
@@ -32,12 +34,14 @@ STEP_TOKENS = 2048  # max_num_batched_tokens of all runs
 DEFAULT_BATCH = 256  # max_num_seqs where a table leaves it out
 SLOT_OUTPUT_TOKENS = 120
 LOAD_PROMPT_TOKENS = 100
+LOAD_ADAPTERS = 50
+LISTED_US = 0.2  # per adapter in CPU memory: a copy of vLLM's list of them, on one core with Python 3.11
 MIN_STEPS = 4  # bins with fewer steps are noise
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured step duration. `kind` names the kind of measurement."""
+    """One measured step duration, without the lists of adapters. `kind` names the kind of measurement."""
 
     kind: str
     x: NDArray[np.float64]
@@ -49,6 +53,7 @@ class Calibration:
     """The fitted model of one base model on one GPU type."""
 
     steps: VllmStepModel
+    api: ApiServer
     kv_points: dict[int, list[tuple[int, float]]]  # by S_max: (A_max, KV tokens), A_max ascending
     errors: dict[str, float]  # mean relative error of the fit in percent, by kind of row
 
@@ -66,12 +71,16 @@ def calibrate(folder: Path) -> dict[str, Calibration]:
     loads = _loads(folder)
     scan_us = _scan_us(folder)
     memory = _memory(folder)
+    single, first = _single_requests(folder), _first_requests(folder)
     fitted = {}
-    for model in sorted(samples.keys() & loads.keys() & memory.keys()):
+    for model in sorted(samples.keys() & loads.keys() & memory.keys() & single.keys() & first.keys()):
         ms, errors = fit(samples[model])
         full_ms, padded_ms = loads[model]
-        steps = VllmStepModel(ms=ms, load_full_ms=full_ms, load_padded_ms=padded_ms, scan_us=scan_us)
-        fitted[model] = Calibration(steps, memory[model], errors)
+        steps = VllmStepModel(ms=ms, load_full_ms=full_ms, load_padded_ms=padded_ms, scan_us=scan_us, listed_us=LISTED_US)
+        weights = np.array([ms[term] for term in TERMS])
+        request_ms = _median([ttft_ms - float(x @ weights) for x, ttft_ms in single[model]])
+        api = ApiServer(request_s=max(0.0, request_ms) * 1e-3, tokenizer_s=first[model] * 1e-3)
+        fitted[model] = Calibration(steps, api, memory[model], errors)
     return fitted
 
 
@@ -142,7 +151,8 @@ def _full_steps(row: Row, setup: _Setup) -> Iterator[Sample]:
     distinct = a_max * (1 - math.exp(-batch / a_max))  # adapters are drawn evenly
     context = batch * setup.decode_context
     for tokens, mixed, field in ((batch, False, "itl_median_ms"), (STEP_TOKENS, True, "itl_p99_ms")):
-        yield Sample("full", features(tokens, batch, context, a_max, s_max, distinct, mixed=mixed), row.number(field))
+        step_ms = row.number(field) - LISTED_US * 1e-3 * distinct * a_max
+        yield Sample("full", features(tokens, batch, context, a_max, s_max, distinct, mixed=mixed), step_ms)
 
 
 def _summary(row: Row, setup: _Setup | None) -> Sample | None:
@@ -150,7 +160,7 @@ def _summary(row: Row, setup: _Setup | None) -> Sample | None:
     if row.text("purpose") == "calib-loading":
         s_max = row.integer("S_max", at_least=1)
         x = features(1, 1, LOAD_PROMPT_TOKENS, row.integer("A_max", at_least=1), s_max, 1, mixed=False)
-        return Sample("one adapter", x, step_ms)
+        return Sample("one adapter", x, step_ms - LISTED_US * 1e-3 * LOAD_ADAPTERS)
     if row.text("purpose") != "calib-latency" or setup is None:
         return None
     if setup.kind == "prefill":
@@ -168,8 +178,9 @@ def _bin(row: Row, setup: _Setup) -> Sample:
     context = 0.0 if mixed and setup.kind != "find_max_batch" else running * setup.decode_context
     if row.integer("lora_enabled"):
         a_max, s_max = row.integer("A_max", at_least=1), row.integer("S_max", at_least=1)
-        x = features(tokens, running, context, a_max, s_max, row.number("unique_adapters_mean"), mixed=mixed)
-        return Sample("bins with LoRA", x, row.number("step_median_ms"))
+        distinct = row.number("unique_adapters_mean")
+        x = features(tokens, running, context, a_max, s_max, distinct, mixed=mixed)
+        return Sample("bins with LoRA", x, row.number("step_median_ms") - LISTED_US * 1e-3 * distinct * a_max)
     return Sample("bins without", features(tokens, running, context, 0, 0, 0, mixed=mixed), row.number("step_median_ms"))
 
 
@@ -225,6 +236,40 @@ def _memory(folder: Path) -> dict[str, dict[int, list[tuple[int, float]]]]:
         point = (row.integer("A_max", at_least=1), row.number("kv_tokens", at_least=1))
         points.insert(bisect_left(points, point), point)
     return found
+
+
+# ---- front end
+
+
+def _calibration_runs(folder: Path, purpose: str) -> Iterator[Row]:
+    for row in rows(folder, "runs"):
+        if row.text("purpose") == purpose and row.text("vllm_version") == VERSION and row.text("status") == "ok":
+            yield row
+
+
+def _single_requests(folder: Path) -> dict[str, list[tuple[NDArray[np.float64], float]]]:
+    """TTFT of one request to an idle server: for each model, (features of its only prefill step, ms)."""
+    found: dict[str, list[tuple[NDArray[np.float64], float]]] = {}
+    for row in _calibration_runs(folder, "calib-memory"):
+        tokens = row.integer("total_input_tokens", at_least=1)
+        x = features(tokens, 1, 0, row.integer("A_max", at_least=1), row.integer("S_max", at_least=1), 0, mixed=True)
+        found.setdefault(row.text("model"), []).append((x, row.number("ttft_mean_ms")))
+    return found
+
+
+def _first_requests(folder: Path) -> dict[str, float]:
+    """For each model, how many ms an adapter's first request blocks the front end.
+
+    In these runs one request for each of `n` adapters comes at once, and they run one after another (A_max 1). So their TTFTs
+    are evenly spaced, and the first starts when the front end is free again.
+    """
+    found: dict[str, list[float]] = {}
+    for row in _calibration_runs(folder, "calib-loading"):
+        n = row.integer("completed", at_least=2)
+        median_ms = row.number("ttft_median_ms")
+        half_ms = (row.number("ttft_p99_ms") - median_ms) * 0.5 / 0.49  # from the first to the median
+        found.setdefault(row.text("model"), []).append(max(0.0, median_ms - half_ms) / n)
+    return {model: _median(times_ms) for model, times_ms in found.items()}
 
 
 def _median(values: list[float]) -> float:

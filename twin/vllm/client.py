@@ -7,6 +7,10 @@ stream at once and are sent as one chunk, unless the batch is larger than one sl
 streams run between slices. The client counts a gap per chunk, so mean inter-token latency rises by tokens / chunks although
 no token was later on average.
 
+The same loop starts requests and sends their first tokens, so both wait while it is blocked. The first request of an adapter
+blocks it too: vLLM looks for a tokenizer in the adapter's folder. After the start of a server with many adapters this takes
+most of a minute, and what comes meanwhile is started together at its end.
+
 The client uses a TCP connection per request. Ports of finished requests stay in TIME_WAIT for a minute; when all are taken, new
 requests fail at once.
 """
@@ -14,6 +18,7 @@ requests fail at once.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -37,27 +42,38 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiServer:
-    """How long a scrape of the metrics blocks the front end, and how often the client scrapes.
+    """What the front end adds to requests, how long a scrape of the metrics blocks it, and how often the client scrapes.
 
-    The defaults are the times to write and compress such an answer with prometheus_client on one core: 6, 11, 16 and 21 us per
-    series at 4, 16, 50 and 150 names.
+    By default a scrape takes 1.5 times as long as prometheus_client needs on one core here to write and compress the answer: 6,
+    11, 16 and 21 us per series at 4, 16, 50 and 150 names. The factor is from the time series of five published ml-test runs,
+    whose samples are 1.5 to 1.8 times that time further apart than the client's pause.
     """
 
+    request_s: float = 0.0  # of each request, outside of the engine: HTTP, tokens of the prompt, the first chunk
+    tokenizer_s: float = 0.0  # blocked by an adapter's first request
     scrape_every_s: float = 2.0  # pause between the end of a scrape and the next
-    series_s: float = 8e-6  # per time series of the answer: formatting and compression
-    name_s: float = 0.09e-6  # per adapter name in their labels
+    series_s: float = 12e-6  # per time series of the answer: formatting and compression
+    name_s: float = 0.135e-6  # per adapter name in their labels
     slice_requests: int = 128  # requests whose outputs are handled before the streams get their turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the client measured, over requests that completed inside the window. Latencies in ms, rates per second."""
+    """What the client measured, over requests that completed inside the window. Latencies in ms, rates per second.
+
+    `ttft_penalised_ms` is what the paper calls TTFT: the mean over all requests sent, where one that did not complete counts as
+    the whole window.
+    """
 
     completed: int
     refused: int  # no port was free
     input_tok_s: float
     output_tok_s: float
     itl_mean_ms: float
+    ttft_mean_ms: float
+    ttft_median_ms: float
+    ttft_p99_ms: float
+    ttft_penalised_ms: float
     running_mean: float
     steps: int
     loads: int
@@ -75,12 +91,15 @@ class Client:
     def __init__(self, work: Requests, api: ApiServer) -> None:
         self.work = work
         self.api = api
+        self.loading = _tokenizer_loads(work, api.tokenizer_s)
+        self.starts_s = [self._loaded(arrival_s) for arrival_s in work.arrival_s]  # by request: the front end starts it
         self.sent = 0  # arrivals up to here were sent or refused
         self.open = 0
         self.refused = 0
         self.closed_s: deque[float] = deque()  # ends of requests whose ports are in TIME_WAIT
         n = len(work.arrival_s)
         self.first_s = [math.nan] * n
+        self.ttft_s = [math.nan] * n
         self.last_s = [math.nan] * n
         self.merged_before = [0] * n  # `merged` at the first token
         self.merged_within = [0] * n
@@ -103,26 +122,30 @@ class Client:
 
     def next_arrival_s(self) -> float:
         """When the engine can see the next request: at its arrival, or when the front end is free again."""
-        if self.sent >= len(self.work.arrival_s):
+        if self.sent >= len(self.starts_s):
             return math.inf
-        arrival_s = self.work.arrival_s[self.sent]
-        if self.blocked_until_s is not None and arrival_s > self.next_scrape_s:
-            return max(arrival_s, self.blocked_until_s)
-        return arrival_s
+        start_s = self.starts_s[self.sent]
+        if self.blocked_until_s is not None and start_s > self.next_scrape_s:
+            return max(start_s, self.blocked_until_s)
+        return start_s
 
     def arrivals(self, now_s: float) -> list[int]:
         """The requests that have reached the engine since the last call."""
         until_s = now_s if self.blocked_until_s is None else self.next_scrape_s
-        times = self.work.arrival_s
         taken = []
-        while self.sent < len(times) and times[self.sent] <= until_s:
-            if self.open + self._in_time_wait(times[self.sent]) < PORTS:
+        while self.sent < len(self.starts_s) and self.starts_s[self.sent] <= until_s:
+            if self.open + self._in_time_wait(self.work.arrival_s[self.sent]) < PORTS:
                 self.open += 1
                 taken.append(self.sent)
             else:
                 self.refused += 1
             self.sent += 1
         return taken
+
+    def _loaded(self, now_s: float) -> float:
+        """`now_s`, or the end of the tokenizer loads that block the front end then."""
+        index = bisect_right(self.loading, (now_s, math.inf)) - 1
+        return now_s if index < 0 else max(now_s, self.loading[index][1])
 
     def _in_time_wait(self, now_s: float) -> int:
         while self.closed_s and self.closed_s[0] < now_s - TIME_WAIT_S:
@@ -152,8 +175,10 @@ class Client:
         self.names -= 1
 
     def first_token(self, request: int, now_s: float) -> None:
-        """A prompt is finished: the end of its last step."""
+        """A prompt is finished: the end of its last step. The token leaves when the front end is free."""
         self.first_s[request] = now_s
+        leaves_s = self._loaded(now_s if self.blocked_until_s is None else self.blocked_until_s)
+        self.ttft_s[request] = leaves_s + self.api.request_s - self.work.arrival_s[request]
         self.merged_before[request] = self.merged
 
     def finished(self, request: int, now_s: float) -> None:
@@ -208,14 +233,35 @@ class Client:
         gaps = output - 1
         many = gaps > 0
         chunk_gaps = (gaps - np.minimum(np.asarray(self.merged_within)[done], gaps - 1))[many]
+        ttft_ms = np.asarray(self.ttft_s)[done] * 1e3
+        sent = self.sent - self.refused
         return Outcome(
             completed=len(done),
             refused=self.refused,
             input_tok_s=float(prompt.sum()) / end_s,
             output_tok_s=float(output.sum()) / end_s,
             itl_mean_ms=float(decode_s[many].sum() / chunk_gaps.sum()) * 1e3 if len(done) else math.nan,
+            ttft_mean_ms=float(ttft_ms.mean()) if len(done) else math.nan,
+            ttft_median_ms=float(np.median(ttft_ms)) if len(done) else math.nan,
+            ttft_p99_ms=float(np.percentile(ttft_ms, 99)) if len(done) else math.nan,
+            ttft_penalised_ms=float(ttft_ms.sum() + (sent - len(done)) * end_s * 1e3) / sent if sent else math.nan,
             running_mean=self.running_s / end_s,
             steps=self.steps,
             loads=loads,
             preemptions=preemptions,
         )
+
+
+def _tokenizer_loads(work: Requests, load_s: float) -> list[tuple[float, float]]:
+    """When tokenizers are loaded: (start, end) in seconds. Loads that overlap share the interpreter, so all end together."""
+    spans: list[tuple[float, float]] = []
+    seen: set[int] = set()
+    for now_s, adapter in zip(work.arrival_s, work.adapter, strict=True):
+        if adapter in seen or load_s == 0.0:
+            continue
+        seen.add(adapter)
+        if spans and now_s <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], spans[-1][1] + load_s)
+        else:
+            spans.append((now_s, now_s + load_s))
+    return spans

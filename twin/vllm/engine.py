@@ -49,7 +49,7 @@ class SimulatedVllm:
         if longest > config.kv_tokens:
             raise ValueError(f"a request of {longest} tokens does not fit into {config.kv_tokens} KV tokens")
         self.config = config
-        self.steps = steps.table(config.a_max, config.s_max, config.max_batched_tokens)
+        self.steps = steps.table(config.a_max, config.s_max, config.max_batched_tokens, len(requests.ranks))
         self.load_s = [steps.load_s(rank, config.s_max) for rank in requests.ranks]
         self.scan_s = steps.scan_s
         self.one_go = advance_in_one_go

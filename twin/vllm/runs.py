@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from motet.twin.vllm.calibrate import VERSION, Calibration
-from motet.twin.vllm.client import ApiServer, Outcome, Requests
+from motet.twin.vllm.client import Outcome, Requests
 from motet.twin.vllm.engine import EngineConfig, SimulatedVllm
 from motet.twin.vllm.tables import Row, find, rows
-from motet.twin.vllm.workload import arrivals, lengths
+from motet.twin.vllm.workload import PROMPT_MAX_TOKENS, REQUEST_MAX_TOKENS, arrivals, lengths
 
 CLIENT_SEED = 0  # of all runs
 # Completions end before the length that was asked for when the model says so; the data's README gives these shares.
@@ -41,6 +41,10 @@ class Measured:
 
     total_tok_s: float
     itl_mean_ms: float
+    ttft_mean_ms: float
+    ttft_median_ms: float
+    ttft_p99_ms: float
+    ttft_penalised_ms: float | None  # see `Outcome`; None where the number of requests sent was not recorded
     starved: bool
     ports_exhausted: bool
 
@@ -92,6 +96,10 @@ def _measured(row: Row) -> Measured:
     return Measured(
         total_tok_s=row.number("total_tok_s", at_least=1e-9),
         itl_mean_ms=row.number("itl_mean_ms", at_least=1e-9),
+        ttft_mean_ms=row.number("ttft_mean_ms", at_least=1e-9),
+        ttft_median_ms=row.number("ttft_median_ms", at_least=1e-9),
+        ttft_p99_ms=row.number("ttft_p99_ms", at_least=1e-9),
+        ttft_penalised_ms=row.optional("ttft_penalised_ms"),
         starved=row.text("starved") == "1",
         ports_exhausted=FLAG_PORTS in row.text("flags"),
     )
@@ -113,11 +121,13 @@ def requests(run: Run) -> Requests:
     rng = np.random.default_rng(CLIENT_SEED)
     ranks = rng.permutation(run.ranks).tolist()
     share = ANSWERED_SHARE.get(run.model, 1.0)
+    prompts = lengths(len(times), run.prompt_mean_tokens, PROMPT_MAX_TOKENS, rng)
+    outputs = lengths(len(times), run.output_mean_tokens * share, REQUEST_MAX_TOKENS, rng)
     return Requests(
         arrival_s=times,
         adapter=adapters,
-        prompt_tokens=lengths(len(times), run.prompt_mean_tokens, rng),
-        output_tokens=lengths(len(times), run.output_mean_tokens * share, rng),
+        prompt_tokens=prompts,
+        output_tokens=[min(output, REQUEST_MAX_TOKENS - prompt) for prompt, output in zip(prompts, outputs, strict=True)],
         ranks=ranks,
         duration_s=run.duration_s,
     )
@@ -131,12 +141,27 @@ def predict(run: Run, calibration: Calibration) -> Outcome:
         kv_tokens=calibration.kv_tokens(run.a_max, run.s_max),
         max_num_seqs=run.max_num_seqs,
     )
-    return SimulatedVllm(config, calibration.steps, requests(run), ApiServer()).run()
+    return SimulatedVllm(config, calibration.steps, requests(run), calibration.api).run()
 
 
-def published_twin(folder: Path) -> dict[str, tuple[float, float]]:
-    """What the paper's own twin predicted, by run: (tokens/s, ITL ms); empty if the folder has no such table."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperTwin:
+    """What the paper's own twin predicted for a run."""
+
+    total_tok_s: float
+    itl_mean_ms: float
+    ttft_penalised_ms: float | None  # see `Outcome`
+
+
+def published_twin(folder: Path) -> dict[str, PaperTwin]:
+    """The predictions of the paper's own twin, by run; empty if the folder has no such table."""
     if find(folder, "twin_reference") is None:
         return {}
-    found = rows(folder, "twin_reference")
-    return {row.text("run_id"): (row.number("twin_total_tok_s"), row.number("twin_itl_ms")) for row in found}
+    return {
+        row.text("run_id"): PaperTwin(
+            total_tok_s=row.number("twin_total_tok_s"),
+            itl_mean_ms=row.number("twin_itl_ms"),
+            ttft_penalised_ms=row.optional("twin_ttft_ms"),
+        )
+        for row in rows(folder, "twin_reference")
+    }

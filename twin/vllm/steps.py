@@ -6,6 +6,7 @@ LoRA       vLLM's kernels start a grid of blocks for *every* slot, used or not: 
            shrink one per 32, times ceil(S_max / 16) column blocks, times a split of the inner sum into 64 parts below 128
            tokens and 8 above. Unused slots return at once but are started (A_max x blocks); adapters of the batch also
            compute (distinct x ...)
+worker     before a step, it copies the list of all adapters in CPU memory once for each adapter of the batch
 scheduler  examines every waiting request that it passes over
 loads      copying an adapter to its slot, slower when its rank is below S_max (padding)
 """
@@ -82,6 +83,7 @@ class VllmStepModel:
     load_full_ms: float  # adapter whose rank is S_max
     load_padded_ms: float  # adapter of lower rank
     scan_us: float  # per waiting request that the scheduler passes over
+    listed_us: float  # per adapter in CPU memory and adapter of the batch
 
     @property
     def scan_s(self) -> float:
@@ -92,14 +94,14 @@ class VllmStepModel:
         """Seconds to load an adapter from CPU memory into a slot."""
         return (self.load_full_ms if rank >= s_max else self.load_padded_ms) * 1e-3
 
-    def table(self, a_max: int, s_max: int, max_tokens: int) -> StepTable:
-        """The model at one setting of the slots, as a table by the tokens of a step."""
+    def table(self, a_max: int, s_max: int, max_tokens: int, in_memory: int) -> StepTable:
+        """The model at one setting of the slots with `in_memory` adapters in CPU memory, as a table by the tokens of a step."""
         weights = np.array([self.ms[term] for term in TERMS]) * 1e-3
         idle = [float(features(m, 0, 0, a_max, s_max, 0, mixed=False) @ weights) for m in range(max_tokens + 1)]
         one = [float(features(m, 0, 0, a_max, s_max, 1, mixed=False) @ weights) for m in range(max_tokens + 1)]
         two = [float(features(m, 0, 0, a_max, s_max, 2, mixed=False) @ weights) for m in range(max_tokens + 1)]
-        per_adapter = [b - a for a, b in zip(one, two, strict=True)]
-        used = [a - d for a, d in zip(one, per_adapter, strict=True)]
+        used = [2 * a - b for a, b in zip(one, two, strict=True)]
+        per_adapter = [b - a + self.listed_us * 1e-6 * in_memory for a, b in zip(one, two, strict=True)]
         context_s = self.ms["context_ktokens"] * 1e-6
         mixed_s = context_s + self.ms["mixed_context_ktokens"] * 1e-6
         return StepTable(idle, used, per_adapter, self.ms["rows"] * 1e-3, context_s, mixed_s)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LENGTH_MIN_TOKENS = 4
-LENGTH_MAX_TOKENS = 1024  # the client's own limit for prompts; twice that for prompt and completion together
+PROMPT_MAX_TOKENS = 1024  # limits of the client when it chose its prompts
+REQUEST_MAX_TOKENS = 2048  # prompt and completion
 
 
 def arrivals(rates_req_s: list[float], duration_s: float, seed: int) -> tuple[list[float], list[int]]:
@@ -37,13 +38,13 @@ def arrivals(rates_req_s: list[float], duration_s: float, seed: int) -> tuple[li
     return times, adapters
 
 
-def lengths(count: int, mean_tokens: float, rng: np.random.Generator) -> list[int]:
-    """`count` lengths with a given mean, between 4 and 1,024 tokens.
+def lengths(count: int, mean_tokens: float, max_tokens: int, rng: np.random.Generator) -> list[int]:
+    """`count` lengths with a given mean, between 4 and `max_tokens` tokens.
 
     A run's description contains only the mean of its lengths. So the distribution is the one of maximum entropy for that mean
     and these bounds: an exponential, cut at both ends. First turns of chats are close to it: many short ones.
     """
-    low, high = float(LENGTH_MIN_TOKENS), float(LENGTH_MAX_TOKENS)
+    low, high = float(LENGTH_MIN_TOKENS), float(max_tokens)
     if not low < mean_tokens < (low + high) / 2:
         raise ValueError(f"mean length {mean_tokens:g} is not between {low:g} and {(low + high) / 2:g} tokens")
     decay = _decay(mean_tokens, low, high)
