@@ -12,9 +12,9 @@ Least quota of a queue in tokens (section 4.3.5): `S * D * (1 / SLO + lambda)`, 
 the mean time D of its requests from admission to end, and their arrival rate lambda. What is left of all tokens is divided in
 proportion. A request's token cost is prompt + predicted output + its adapter's bytes in tokens.
 
-Where the least quotas are more than all tokens, the paper's condition does not hold, and there is one queue without a quota: memory
-itself is the limit. (Scaled-down quotas promise nothing, and starve the queue of large requests.) A request whose adapter is on the
-device goes ahead within its queue, by its TTFT objective times the share of waiting requests whose adapter is not.
+Where the least quotas are more than all tokens, the paper's condition does not hold, and there is one queue without a quota:
+memory itself is the limit. Scaled-down quotas promise nothing, and the queue of large requests starves. A request whose adapter
+is on the device goes ahead within its queue, by its TTFT objective times the share of waiting requests whose adapter is not.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Facts:
     at_s: float
     lane: int = 0
     began_s: float = -1.0
-    duration_s: float = 0.0  # from admission to end, once it has ended
+    duration_s: float = 0.0  # from its last admission to its end or preemption
     borrowed: bool = False
 
 
@@ -205,7 +205,10 @@ class SizeQueues(Generic[S]):
         return chosen
 
     def _in_order(self, state: AdmissionState[S]) -> list[S]:
-        """The waiting requests by priority and due time; those whose adapter is on the device go ahead."""
+        """The waiting requests by priority and due time; those whose adapter is on the device go ahead.
+
+        A preempted one does not, so that it cannot pass again the request that it was squashed for.
+        """
         waiting, adapters = state.waiting, state.adapters
         missing = sum(seq.adapter != "" and seq.adapter not in adapters for seq in waiting)
         if not missing or not self.ahead:
@@ -213,8 +216,9 @@ class SizeQueues(Generic[S]):
         ahead = self.ahead * missing / len(waiting)
 
         def place(seq: S) -> tuple[int, float, int]:
-            here = not seq.adapter or seq.adapter in adapters
-            return seq.priority, seq.due_s - here * ahead * self.facts[seq.order].slo_s, seq.order
+            facts = self.facts[seq.order]
+            goes = not facts.duration_s and (not seq.adapter or seq.adapter in adapters)
+            return seq.priority, seq.due_s - goes * ahead * facts.slo_s, seq.order
 
         return sorted(waiting, key=place)
 
