@@ -20,7 +20,6 @@ import sys
 from bisect import bisect_left, insort
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import numpy as np
 
 from bench import report
 from bench.chameleon_parts import HIGH, TRACE, Case, Outcome, Policy, informed, mean, outcome, worker, workload
-from bench.rivals.queues import FIRST, ShortestFirst, SizeQueues, steps_left
+from bench.rivals.queues import FIRST, ShortestFirst, SizeQueues, residents_first, steps_left
 from motet.policies.step.batch_state import AdmissionState, S
 from motet.policies.step.request_queues import QUEUES, WINDOW
 from motet.twin.cluster import Cluster
@@ -45,10 +44,13 @@ TICK_S = 0.25
 
 
 class LargestLast(ShortestFirst[S]):
-    """First come, first served, but the largest GIVEN_UP of all requests wait until no other one does. They may starve."""
+    """First come, first served, but the largest GIVEN_UP of all requests wait until no other one does. They may starve.
 
-    def __init__(self, *, total_tokens: float, token_bytes: float) -> None:
-        self._token_bytes = token_bytes
+    `ahead_s`: the head start of requests whose adapter is on the device, as in Chameleon's queues.
+    """
+
+    def __init__(self, ahead_s: float, *, total_tokens: float, token_bytes: float) -> None:
+        self._ahead_s, self._token_bytes = ahead_s, token_bytes
         self._sizes: list[float] = []  # of all requests so far, ascending
         self._late: set[int] = set()
 
@@ -61,18 +63,20 @@ class LargestLast(ShortestFirst[S]):
 
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
         """The waiting requests in turn, the largest behind all others."""
-        return nsmallest(WINDOW, state.waiting, key=lambda seq: (seq.priority, seq.order in self._late, seq.due_s, seq.order))
+        in_turn = residents_first(state, lambda seq: self._ahead_s)
+        return sorted(in_turn, key=lambda seq: (seq.priority, seq.order in self._late))[:WINDOW]
 
 
 QUEUES.add("chameleon, scaled quotas", lambda **memory: SizeQueues(**memory, scaled=True))
 QUEUES.add("chameleon, nobody ahead", lambda **memory: SizeQueues(**memory, ahead=0.0))
 QUEUES.add("chameleon, free bypass", lambda **memory: SizeQueues(**memory, squashes=False))
-QUEUES.add("largest last", lambda **memory: LargestLast(**memory))
+QUEUES.add("largest last", lambda **memory: LargestLast(0.0, **memory))
+QUEUES.add("largest last, adapters ahead", lambda **memory: LargestLast(SLO_S, **memory))
 
 PARTS = ("scaled quotas", "nobody ahead", "free bypass")
 ORDERS = ("fcfs", "chameleon", *[f"chameleon, {part}" for part in PARTS], "static", "sjf", "motet")
-LARGEST, FUTURE, FREE = "largest last", "evictions that know the future", "copies that take no time"
-BOTH = "largest last, and evictions that know"
+LARGEST = ("largest last", "largest last, adapters ahead")
+FUTURE, FREE = "evictions that know the future", "copies that take no time"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,9 +127,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     cases: dict[tuple[str, str], Case] = {("size", f"{size:g} GiB"): replace(base, memory_gib=size) for size in SIZES_GIB}
     for setting, (memory_gib, rate) in SETTINGS.items():
         here = replace(base, memory_gib=memory_gib, rate=rate)
-        cases |= {(setting, name): replace(here, policy=replace(base.policy, queues=name)) for name in (*ORDERS, LARGEST)}
-        cases[setting, FUTURE] = replace(here, policy=replace(base.policy, knows="future"))
-        cases[setting, BOTH] = replace(here, policy=replace(base.policy, queues=LARGEST, knows="future"))
+        for name in (*ORDERS, *LARGEST):
+            cases[setting, name] = replace(here, policy=replace(base.policy, queues=name))
+        for name in ("fcfs", *LARGEST):
+            cases[setting, f"{name}; {FUTURE}"] = replace(here, policy=replace(base.policy, queues=name, knows="future"))
         cases[setting, FREE] = replace(here, copy_ms=NO_COPY_MS)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
         runs = {key: [pool.submit(measure_order, replace(case, seed=seed)) for seed in seeds] for key, case in cases.items()}

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import pairwise
@@ -181,7 +181,7 @@ class SizeQueues(Generic[S]):
         if now_s >= self._refresh_at_s and (len(self._recent) >= FIRST or self._refresh_at_s):
             self._refresh(now_s)
         facts = self.facts
-        waiting = self._in_order(state)
+        waiting = residents_first(state, self._head_start_s) if self.ahead else state.waiting
         free = [lane.quota - lane.used for lane in self.lanes]
         chosen: list[S] = []
         at = 0
@@ -204,23 +204,10 @@ class SizeQueues(Generic[S]):
                 break  # lower priorities do not overtake
         return chosen
 
-    def _in_order(self, state: AdmissionState[S]) -> list[S]:
-        """The waiting requests by priority and due time; those whose adapter is on the device go ahead.
-
-        A preempted one does not, so that it cannot pass again the request that it was squashed for.
-        """
-        waiting, adapters = state.waiting, state.adapters
-        missing = sum(seq.adapter != "" and seq.adapter not in adapters for seq in waiting)
-        if not missing or not self.ahead:
-            return waiting
-        ahead = self.ahead * missing / len(waiting)
-
-        def place(seq: S) -> tuple[int, float, int]:
-            facts = self.facts[seq.order]
-            goes = not facts.duration_s and (not seq.adapter or seq.adapter in adapters)
-            return seq.priority, seq.due_s - goes * ahead * facts.slo_s, seq.order
-
-        return sorted(waiting, key=place)
+    def _head_start_s(self, seq: S) -> float:
+        """A preempted request has none, so that it cannot pass again the request that it was squashed for."""
+        facts = self.facts[seq.order]
+        return 0.0 if facts.duration_s else self.ahead * facts.slo_s
 
     def _of_one_priority(self, waiting: list[S], at: int) -> list[list[S]]:
         """The requests from `at` on that have its priority, by queue."""
@@ -296,6 +283,24 @@ class SizeQueues(Generic[S]):
             tokens, slo_s = max(one.tokens for one in members), min(one.slo_s for one in members)
             minima.append(least_quota(tokens, _mean_duration_s(members, mean_s), slo_s, len(members) / span_s))
         return minima
+
+
+def residents_first(state: AdmissionState[S], head_start_s: Callable[[S], float]) -> list[S]:
+    """The waiting requests by priority and due time, where those whose adapter is on the device go ahead.
+
+    They go ahead by their head start times the share of waiting requests whose adapter is not there. Where nearly all adapters
+    of waiting requests are there they also stay, so a request in its turn saves no copy by coming sooner.
+    """
+    waiting, adapters = state.waiting, state.adapters
+    here = {seq.adapter: not seq.adapter or seq.adapter in adapters for seq in waiting}
+    missing = sum(not here[seq.adapter] for seq in waiting) / max(1, len(waiting))
+    if not missing:
+        return waiting
+
+    def place(seq: S) -> tuple[int, float, int]:
+        return seq.priority, seq.due_s - (missing * head_start_s(seq) if here[seq.adapter] else 0.0), seq.order
+
+    return sorted(waiting, key=place)
 
 
 def _mean_duration_s(requests: Iterable[_Facts], otherwise_s: float) -> float:
