@@ -111,7 +111,7 @@ def test_others_pass_only_if_they_end_before_the_one_without_adapter_memory_find
 
 
 def test_a_long_request_passes_too_if_its_adapter_is_in_use() -> None:
-    world = World(SizeQueues(1000.0, TOKEN_BYTES), room=100)
+    world = World(SizeQueues(10_000.0, TOKEN_BYTES, ahead=0.0), room=100)
     world.add(4, 20, adapter="a", size=60)
     world.step()
     blocked = world.add(4, 4, adapter="b", size=80)
