@@ -113,6 +113,7 @@ class Outcome:
 
     ttft_p50: float
     ttft_p99: float
+    ttft_max: float
     tpot_p99: float
     e2e: float
     hit_rate: float
@@ -313,6 +314,7 @@ def outcome(load: Workload, cluster: Cluster) -> Outcome:
     return Outcome(
         ttft_p50=float(np.quantile(ttft, 0.5)),
         ttft_p99=float(np.quantile(ttft, 0.99)),
+        ttft_max=float(ttft.max()),
         tpot_p99=float(np.nanquantile(times.tpot_ms[counted], 0.99)),
         e2e=float(times.e2e_ms[counted].mean()),
         hit_rate=1 - (metrics.device_loads + metrics.prefetches) / max(1, metrics.adapter_admissions),

@@ -34,5 +34,5 @@ EVICTIONS.add("fair-share", lambda cost: Score(frequency=1 / 3, recency=1 / 3, s
 EVICTIONS.add("none", lambda cost: KeepNothing())
 
 QUEUES.add("sjf", lambda **memory: ShortestFirst())
-QUEUES.add("static", lambda **memory: SizeQueues(**memory, static=True))
+QUEUES.add("static", lambda **memory: SizeQueues(**memory, static=True, ahead=0.0))
 QUEUES.add("chameleon", lambda **memory: SizeQueues(**memory))

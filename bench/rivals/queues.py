@@ -8,18 +8,24 @@ Weighted request size (section 4.3.1), with maxima of the last T_refresh; a base
 
     WRS = (.4 * prompt / largest prompt + .6 * predicted output / largest) * adapter bytes / largest adapter bytes
 
-Quota of a queue in tokens (section 4.3.5): `S * D * (1 / SLO + lambda)`, with the largest token cost S seen in the queue, the
-mean time D from admission to end, and the arrival rate lambda. What is left of all tokens is divided in proportion; a sum above
-the total is scaled down. A request's token cost is prompt + predicted output + its adapter's bytes in tokens.
+Least quota of a queue in tokens (section 4.3.5): `S * D * (1 / SLO + lambda)`, with the largest token cost S seen in the queue,
+the mean time D of its requests from admission to end, and their arrival rate lambda. What is left of all tokens is divided in
+proportion. A request's token cost is prompt + predicted output + its adapter's bytes in tokens.
+
+Where the least quotas are more than all tokens, the paper's condition does not hold, and there is one queue without a quota:
+memory itself is the limit. Scaled-down quotas promise nothing, and the queue of large requests starves. A request whose adapter
+is on the device goes ahead within its queue, by its TTFT objective times the share of waiting requests whose adapter is not.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import pairwise
+from math import inf
 from typing import Generic
 
 import numpy as np
@@ -76,6 +82,7 @@ class _Facts:
     at_s: float
     lane: int = 0
     began_s: float = -1.0
+    duration_s: float = 0.0  # from its last admission to its end or preemption
     borrowed: bool = False
 
 
@@ -84,7 +91,6 @@ class _Lane:
     quota: float
     used: float = 0.0  # by running requests, without borrowed tokens
     running: int = 0
-    duration_s: float = 1.0  # mean time from admission to end
 
 
 @dataclass(eq=False)
@@ -93,12 +99,16 @@ class SizeQueues(Generic[S]):
 
     `total_tokens`: the tokens that KV cache and adapter memory hold together; `token_bytes`: the KV bytes of one token.
     `static`: four queues with equal ranges and quotas instead, over the sizes of the first requests.
+    `ahead`: how far, in TTFT objectives, a request goes ahead whose adapter is on the device when no other one's is.
+    `scaled`: scale quotas down where they do not fit, in place of one queue.
     """
 
     total_tokens: float
     token_bytes: float
     refresh_s: float = REFRESH_S
     static: bool = False
+    ahead: float = 1.0
+    scaled: bool = False
     squashes: bool = True
     cuts: list[float] = field(default_factory=list)  # upper ends of all queues but the last
     lanes: list[_Lane] = field(default_factory=list)
@@ -110,7 +120,7 @@ class SizeQueues(Generic[S]):
     _refresh_at_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.lanes = [_Lane(self.total_tokens)]
+        self.lanes = [_Lane(inf)]
 
     def arrived(self, seq: S, now_s: float) -> None:
         """Put the request into its queue."""
@@ -156,7 +166,7 @@ class SizeQueues(Generic[S]):
         else:
             lane.used -= facts.tokens
         lane.running -= 1
-        lane.duration_s += 0.05 * (now_s - facts.began_s - lane.duration_s)
+        facts.duration_s = now_s - facts.began_s
         facts.began_s = -1.0
 
     def left(self, seq: S) -> None:
@@ -171,11 +181,12 @@ class SizeQueues(Generic[S]):
         if now_s >= self._refresh_at_s and (len(self._recent) >= FIRST or self._refresh_at_s):
             self._refresh(now_s)
         facts = self.facts
+        waiting = residents_first(state, self._head_start_s) if self.ahead else state.waiting
         free = [lane.quota - lane.used for lane in self.lanes]
         chosen: list[S] = []
         at = 0
-        while at < len(state.waiting) and len(chosen) < WINDOW:
-            queues = self._of_one_priority(state.waiting, at)
+        while at < len(waiting) and len(chosen) < WINDOW:
+            queues = self._of_one_priority(waiting, at)
             at += sum(map(len, queues))
             left: list[list[S]] = []
             for index, queue in enumerate(queues):
@@ -192,6 +203,11 @@ class SizeQueues(Generic[S]):
             if any(left):
                 break  # lower priorities do not overtake
         return chosen
+
+    def _head_start_s(self, seq: S) -> float:
+        """A preempted request has none, so that it cannot pass again the request that it was squashed for."""
+        facts = self.facts[seq.order]
+        return 0.0 if facts.duration_s else self.ahead * facts.slo_s
 
     def _of_one_priority(self, waiting: list[S], at: int) -> list[list[S]]:
         """The requests from `at` on that have its priority, by queue."""
@@ -230,37 +246,67 @@ class SizeQueues(Generic[S]):
             self.cuts = cut_offs(sizes)
         elif not self.cuts:
             self.cuts = np.linspace(sizes.min(), sizes.max(), MAX_QUEUES + 1)[1:-1].tolist()
-        for facts in (*recent, *self.facts.values()):
-            facts.lane = bisect_right(self.cuts, self.size(facts))
-        self._make_lanes()
-        for lane, share in zip(self.lanes, self._shares(span_s), strict=True):
-            lane.quota = share
-        self._refresh_at_s = now_s + self.refresh_s
+        least = self._least_quotas(span_s)
+        if sum(least) > self.total_tokens and not self.scaled:
+            self.cuts = []
+        self._make_lanes(quotas(least, self.total_tokens) if self.cuts else [inf])
+        self._refresh_at_s = now_s + min(self.refresh_s, span_s)  # at first sooner: quotas of few requests are rough
 
-    def _make_lanes(self) -> None:
-        """New lanes for `cuts`, with what running requests take from them."""
-        durations = [lane.duration_s for lane in self.lanes]
-        mean_s = sum(durations) / len(durations)
-        self.lanes = [_Lane(0.0, duration_s=durations[i] if i < len(durations) else mean_s) for i in range(len(self.cuts) + 1)]
+    def _make_lanes(self, shares: list[float]) -> None:
+        """New lanes for `cuts` with these quotas, and what running requests take from them."""
+        self._sort()
+        self.lanes = [_Lane(share) for share in shares]
         for facts in self.facts.values():
             if facts.began_s >= 0:
                 self.lanes[facts.lane].running += 1
                 if not facts.borrowed:
                     self.lanes[facts.lane].used += facts.tokens
 
-    def _shares(self, span_s: float) -> list[float]:
-        """The quota of each lane, by the requests of the last `span_s`."""
+    def _sort(self) -> None:
+        """Put all requests into the queues of `cuts`."""
+        for facts in (*self._recent, *self.facts.values()):
+            facts.lane = bisect_right(self.cuts, self.size(facts))
+
+    def _least_quotas(self, span_s: float) -> list[float]:
+        """The least quota of each queue, by the requests of the last `span_s`; static queues have equal ones."""
+        count = len(self.cuts) + 1
         if self.static:
-            return [self.total_tokens / len(self.lanes)] * len(self.lanes)
+            return [self.total_tokens / count] * count
+        self._sort()
+        mean_s = _mean_duration_s(self._recent, 1.0)
         minima = []
-        for index, lane in enumerate(self.lanes):
+        for index in range(count):
             members = [one for one in self._recent if one.lane == index]
             if not members:
                 minima.append(0.0)
                 continue
             tokens, slo_s = max(one.tokens for one in members), min(one.slo_s for one in members)
-            minima.append(least_quota(tokens, lane.duration_s, slo_s, len(members) / span_s))
-        return quotas(minima, self.total_tokens)
+            minima.append(least_quota(tokens, _mean_duration_s(members, mean_s), slo_s, len(members) / span_s))
+        return minima
+
+
+def residents_first(state: AdmissionState[S], head_start_s: Callable[[S], float]) -> list[S]:
+    """The waiting requests by priority and due time, where those whose adapter is on the device go ahead.
+
+    They go ahead by their head start times the share of waiting requests whose adapter is not there. Where nearly all adapters
+    of waiting requests are there they also stay, so a request in its turn saves no copy by coming sooner.
+    """
+    waiting, adapters = state.waiting, state.adapters
+    here = {seq.adapter: not seq.adapter or seq.adapter in adapters for seq in waiting}
+    missing = sum(not here[seq.adapter] for seq in waiting) / max(1, len(waiting))
+    if not missing:
+        return waiting
+
+    def place(seq: S) -> tuple[int, float, int]:
+        return seq.priority, seq.due_s - (missing * head_start_s(seq) if here[seq.adapter] else 0.0), seq.order
+
+    return sorted(waiting, key=place)
+
+
+def _mean_duration_s(requests: Iterable[_Facts], otherwise_s: float) -> float:
+    """The mean time from admission to end of the requests that have ended; `otherwise_s` when none has."""
+    ended = [one.duration_s for one in requests if one.duration_s]
+    return sum(ended) / len(ended) if ended else otherwise_s
 
 
 def least_quota(tokens: float, duration_s: float, slo_s: float, rate: float) -> float:

@@ -20,7 +20,13 @@ class Overtaking(Generic[S]):
         self._passed: list[tuple[S, list[S]]] = []
 
     def may(self, state: AdmissionState[S], seq: S, blocked: list[S]) -> bool:
-        """Whether the sequence may overtake those of `blocked`: whether it is predicted to end before the first has room."""
+        """Whether the sequence may overtake those of `blocked`.
+
+        It may if its adapter is in use, because then it takes no adapter memory, or if it is predicted to end before the first
+        of them has room.
+        """
+        if state.adapters.users(seq.adapter):
+            return True
         if steps_left(seq) + 1 >= steps_until_room(state, blocked[0].adapter_bytes):
             return False
         self._passed += [(one, [seq]) for one in blocked]

@@ -39,7 +39,7 @@ STEP_S = 1e-3  # of the engine's clock and of the twin's
 LINK_BYTES_PER_S = 50e6  # a copy takes up to 30 steps
 COPY_BYTES = 16 << 10  # of a merged copy
 POPULAR = 0.8  # of the requests use one adapter, where adapters are merged
-LEAST_MERGED = 10  # steps of a history
+LEAST_MERGED = 5  # steps of a history
 OFTEN = MergeConfig(alpha=0.6, beta=0.5, decrement=0.0, multiply=1.0, period=20, credit=60.0, starving=90.0, normal=60.0)
 PAYS = MergeCosts(switch_ms=0.0, step_ms=1.0, row_ms=0.0, lora=1.0)
 

@@ -254,7 +254,7 @@ def test_queues_learn_when_requests_enter_and_are_paused() -> None:
     start(core, "b", pausable=True, expected_length=8)
     assert core.decide(3.0, 16).pauses == [first]
     assert (queues.lanes[0].used, queues.lanes[0].running) == (0.0, 0)
-    assert queues.lanes[0].duration_s == pytest.approx(1.0 + 0.05 * ((3.0 - 2.0) - 1.0))
+    assert queues.facts[first.order].duration_s == pytest.approx(3.0 - 2.0)
 
 
 def test_a_check_passes_through_the_life_of_requests_and_adapters() -> None:

@@ -110,6 +110,16 @@ def test_others_pass_only_if_they_end_before_the_one_without_adapter_memory_find
     assert world.began.index(blocked) < world.began.index(late)
 
 
+def test_a_long_request_passes_too_if_its_adapter_is_in_use() -> None:
+    world = World(SizeQueues(10_000.0, TOKEN_BYTES, ahead=0.0), room=100)
+    world.add(4, 20, adapter="a", size=60)
+    world.step()
+    blocked = world.add(4, 4, adapter="b", size=80)
+    long, shared = world.add(4, 60, adapter="c", size=30), world.add(4, 60, adapter="a", size=60)
+    world.step()
+    assert shared in world.began and blocked not in world.began and long not in world.began
+
+
 def test_a_request_that_passed_by_a_wrong_prediction_is_preempted_and_loses_no_token() -> None:
     world = World(SizeQueues(10_000.0, TOKEN_BYTES), room=100, slots=8)
     large = world.add(4, 30, adapter="large", size=60)

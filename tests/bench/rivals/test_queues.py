@@ -46,7 +46,6 @@ def test_the_silhouette_is_one_for_points_far_apart_and_low_within_one_heap() ->
 def test_quotas_are_the_minima_of_the_m_m_1_bound_and_the_rest_in_proportion() -> None:
     assert least_quota(tokens=100, duration_s=2.0, slo_s=5.0, rate=0.3) == pytest.approx(100 * 2 * (0.2 + 0.3))
     assert quotas([100.0, 300.0], 800.0) == [200.0, 600.0]
-    assert quotas([100.0, 300.0], 200.0) == [50.0, 150.0], "scaled down"
     assert quotas([0.0, 0.0], 10.0) == [5.0, 5.0]
 
 
@@ -140,7 +139,7 @@ def test_the_weighted_size_is_four_tenths_prompt_and_six_tenths_output_times_the
     assert weighted == pytest.approx([1.0, 0.5 * 32 / 64, 32 / 64, 0.4 + 0.6 * 0.1, 0.4 * 0.1 + 0.6])
 
 
-def test_queues_are_made_of_the_first_requests_and_anew_every_refresh_time() -> None:
+def test_queues_are_made_of_the_first_requests_and_anew_when_twice_as_much_was_seen_and_then_every_refresh_time() -> None:
     """Two sizes make two queues, three later sizes three; quotas follow, and requests that wait or run change their queue."""
     queues: SizeQueues[Sequence] = SizeQueues(1e6, TOKEN_BYTES, refresh_s=20.0)
     world = World(queues, seats=FIRST, room=10_000)
@@ -154,14 +153,21 @@ def test_queues_are_made_of_the_first_requests_and_anew_every_refresh_time() -> 
     (cut,) = queues.cuts
     assert cut == pytest.approx((0.4 * 4 / 60 + 0.6 * 4 / 60 + 1.0) / 2) and len(queues.lanes) == 2
     assert queues.facts[waiting.order].lane == 1
-    world.now_s = 20.5
+    world.now_s = 1.9
     fed(queues, world, (4, 4, 0), (60, 60, 0), (120, 120, 0))
-    queues.candidates(world.core.state, 20.9)
-    assert queues.cuts == [cut], "20 s have not passed"
-    world.now_s = 21.1
-    queues.candidates(world.core.state, 21.1)
-    assert queues.cuts == pytest.approx([(4 / 120 + 0.5) / 2, 0.75], rel=0.02)
+    queues.candidates(world.core.state, 1.9)
+    assert queues.cuts == [cut], "a second was seen, and another one has not passed"
+    queues.candidates(world.core.state, 2.1)
+    cuts = queues.cuts
+    assert cuts == pytest.approx([(4 / 120 + 0.5) / 2, 0.75], rel=0.02)
     assert queues.facts[waiting.order].lane == 1 and sum(lane.quota for lane in queues.lanes) == pytest.approx(1e6)
+    queues.candidates(world.core.state, 50.0)
+    world.now_s = 69.0
+    fed(queues, world, (4, 4, 0), (60, 60, 0))
+    queues.candidates(world.core.state, 69.9)
+    assert queues.cuts == cuts, "20 s have not passed"
+    queues.candidates(world.core.state, 70.1)
+    assert len(queues.cuts) == 1
 
 
 def test_the_quotas_of_a_refresh_are_the_bounds_of_what_came_to_each_queue() -> None:
@@ -173,6 +179,51 @@ def test_the_quotas_of_a_refresh_are_the_bounds_of_what_came_to_each_queue() -> 
     queues.candidates(world.core.state, 58.0)
     least = [8 * (1 / 5 + 96 / 8), 120 * (1 / 5 + 32 / 8)]
     assert [lane.quota for lane in queues.lanes] == pytest.approx([1000 * one / sum(least) for one in least])
+
+
+def test_the_time_of_a_request_is_that_of_its_own_queue() -> None:
+    """Small requests took 2 s from admission to end and large ones 10 s."""
+    queues: SizeQueues[Sequence] = SizeQueues(1e5, TOKEN_BYTES)
+    world = World(queues)
+    for seq in fed(queues, world, (4, 4, 0), (60, 60, 0)):
+        queues.began(seq, 0.0)
+        queues.stopped(seq, 2.0 if seq.length == 4 else 10.0)
+    queues.candidates(world.core.state, 8.0)
+    least = [8 * 2 * (1 / 5 + 64 / 8), 120 * 10 * (1 / 5 + 64 / 8)]
+    assert [lane.quota for lane in queues.lanes] == pytest.approx([1e5 * one / sum(least) for one in least])
+
+
+def test_quotas_that_do_not_fit_make_one_queue_and_memory_is_its_limit() -> None:
+    """The least quotas are 97.6 and 504 tokens (as above, after 8 s)."""
+    made = {}
+    for tokens in (600.0, 603.0):
+        queues: SizeQueues[Sequence] = SizeQueues(tokens, TOKEN_BYTES)
+        world = World(queues)
+        seqs = fed(queues, world, (4, 4, 0), (4, 4, 0), (60, 60, 0), (4, 4, 0))
+        made[tokens] = queues.candidates(world.core.state, 8.0)
+        assert len(queues.lanes) == (2 if tokens > 602 else 1)
+    assert made[600.0] == seqs[:0] + sorted(made[600.0], key=lambda seq: seq.order) and len(made[600.0]) == FIRST
+    assert len(made[603.0]) < FIRST, "quotas bind"
+
+
+@pytest.mark.parametrize(("ahead", "first"), [(1.0, "here"), (0.0, "elsewhere")])
+def test_a_request_whose_adapter_is_on_the_device_goes_ahead_by_the_share_of_those_whose_adapter_is_not(
+    ahead: float, first: str
+) -> None:
+    """Half of the waiting requests lack their adapter, so it is half an objective of 5 s."""
+    queues: SizeQueues[Sequence] = SizeQueues(1e6, TOKEN_BYTES, ahead=ahead)
+    world = World(queues, room=100)
+    world.add(4, 1, adapter="here", size=10)
+    world.step()
+    elsewhere = world.add(4, 4, adapter="elsewhere", size=10)
+    world.now_s += 2.4
+    here = world.add(4, 4, adapter="here", size=10)
+    expected = [here, elsewhere] if first == "here" else [elsewhere, here]
+    assert queues.candidates(world.core.state, world.now_s) == expected
+    world.core.end(here)
+    world.now_s += 0.2
+    late = world.add(4, 4, adapter="here", size=10)
+    assert queues.candidates(world.core.state, world.now_s) == [elsewhere, late], "2.6 s later is too late"
 
 
 def test_shortest_first_takes_the_least_predicted_output() -> None:
