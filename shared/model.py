@@ -29,6 +29,8 @@ embeddings of texts; read the images of a prompt. A worker announces the capabil
 capabilities that it needs, and goes to a worker that announces them all. A worker with "embeddings" has a pooling model, which
 makes embeddings and nothing else."""
 
+TOKEN_BYTES = 4
+"""Bytes of a token id in messages and in hashes."""
 IMAGES_MAX = 16
 """Images of one request."""
 

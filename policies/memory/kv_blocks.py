@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from motet.policies.memory.worth import Reuse
-from motet.shared.wire.request import TOKEN_BYTES
+from motet.shared.model import TOKEN_BYTES
 
 KEY_BYTES = 16
 TOLD_TOKENS = 64

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from motet.policies.memory.kv_blocks import cache_scope
 from motet.services.worker.engines.request import EngineRequest
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
-from motet.shared.model import IMAGES_MAX, SamplingParams
-from motet.shared.wire.request import TOKEN_BYTES, GenerateRequest, token_array
+from motet.shared.model import IMAGES_MAX, TOKEN_BYTES, SamplingParams
+from motet.shared.wire.request import GenerateRequest, token_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

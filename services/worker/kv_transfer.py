@@ -33,7 +33,7 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, Conflict, DeadlineExceeded, MotetError, NotFound, Overloaded, Unavailable, from_info
-from motet.shared.model import WorkerLimits
+from motet.shared.model import TOKEN_BYTES, WorkerLimits
 from motet.shared.telemetry import logger
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, KvRequest, OpenKv, ProbeKv, ReadKv
 from motet.shared.wire.refusal import Refused
@@ -57,7 +57,6 @@ EARLY_S = 0.2
 """The new worker may ask before the gateway's Cancel has come."""
 PROBE_S = 30.0
 """Time between two measurements of the link."""
-TOKEN_BYTES = 4
 
 
 class Ended(Exception):

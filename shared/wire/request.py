@@ -17,11 +17,9 @@ from typing import Any, Self
 
 import msgspec
 
-from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo
+from motet.shared.model import TOKEN_BYTES, AdapterRef, EmbeddingParams, SamplingParams, Slo
 from motet.shared.wire.prefixes import PrefixKeys
 from motet.shared.wire.refusal import Refused
-
-TOKEN_BYTES = 4
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:

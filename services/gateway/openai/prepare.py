@@ -26,11 +26,10 @@ from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, PromptTooLong
-from motet.shared.model import AdapterRef, Slo
+from motet.shared.model import TOKEN_BYTES, AdapterRef, Slo
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
 from motet.shared.wire.prefixes import PrefixKeys, pack_keys
-from motet.shared.wire.request import TOKEN_BYTES
 
 T = TypeVar("T")
 log = logger("motet.prepare")
