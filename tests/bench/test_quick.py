@@ -40,7 +40,7 @@ FIGURES = {
         "best_other_policy_p99_vs_ours",
         "prediction",
     },
-    "dlora": {"vs_merged_only", "vs_unmerged_only", "queueing_vs_rr", "queueing_vs_proactive", "plan_ms_32"},
+    "dlora": {"vs_merged_only", "vs_unmerged_only", "queueing_vs_rr", "queueing_vs_perfect", "plan_ms_32"},
     "cpu_assist": {"ttft_vs_cached", "ttft_vs_cached_all_cores", "auto_vs_best", "twin"},
     "engine": {"lora32_vs_own_base", "share_of_machine", "machine_limits"},
     "gateway": {"gateway_vs_starlette_lockstep_per_cpu_s", "gateway_vs_starlette"},
