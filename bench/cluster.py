@@ -209,11 +209,12 @@ def _without_shared_prefill(state: ClusterState, ask: Ask, fit: NDArray[np.bool_
 
 
 def _without_sparing_the_young(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
-    kept, shared_cost._YOUNG = shared_cost._YOUNG, np.array(0.0)
+    kept = shared_cost._YOUNG, shared_cost._EACH
+    shared_cost._YOUNG = shared_cost._EACH = np.array(0.0)
     try:
         return shared_cost.choose(state, ask, fit, now_s, length)
     finally:
-        shared_cost._YOUNG = kept
+        shared_cost._YOUNG, shared_cost._EACH = kept
 
 
 def _without_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
@@ -228,6 +229,8 @@ ABLATIONS: dict[str, Choose] = {
 }
 """Motet's policy with one part of it off."""
 RIVALS = ("most-idle", "random", "first-fit")  # of the paper's comparisons
+BOUND = "motet, perfect state and lengths"
+"""What Motet's policy would reach with true lengths and states without delay."""
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -254,16 +257,20 @@ def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool)
     more = {
         kernel: {
             "motet, 2 schedulers": Case(policy="motet", kernel=kernel, schedulers=2),
-            "motet, perfect state and lengths": Case(policy="motet", kernel=kernel, oracle=True),
+            BOUND: Case(policy="motet", kernel=kernel, oracle=True),
         }
         for kernel in kernels
     }
-    cached = {kernel: [Case(policy=policy, kernel=kernel, cached=True) for policy in POLICIES] for kernel in kernels}
+    cached = {
+        kernel: {policy: Case(policy=policy, kernel=kernel, cached=True) for policy in POLICIES}
+        | {BOUND: Case(policy="motet", kernel=kernel, cached=True, oracle=True)}
+        for kernel in kernels
+    }
     ablation = [Case(policy=policy) for policy in ABLATIONS]
     recorded = [Case(policy=policy, recorded=True) for policy in POLICIES] if setting.window is not None else []
     cases = [*ablation, *recorded]
     for kernel in kernels:
-        cases += [*cached[kernel], *at_rate[kernel], *more[kernel].values()]
+        cases += [*cached[kernel].values(), *at_rate[kernel], *more[kernel].values()]
     checks = [pool.submit(_added_by_loads, setting, rate, rank) for rate, rank, _ in PAPER_LOADS]
     runs = {case: pool.submit(measure, setting, case) for case in cases}
     until_s = time.time() + watch.left_s
@@ -305,7 +312,7 @@ def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool)
             figures[f"breaks_at{suffix}"] = {policy: round(rate, 1) for policy, rate in known.items()}
     watch.mark()
     for kernel in kernels:
-        of_cached = {case.policy: found[case] for case in cached[kernel]}
+        of_cached = {name: found[case] for name, case in cached[kernel].items()}
         figures |= _more_figures("cached" + _suffix(kernel), f"{kernel.upper()}, adapters cached", of_cached)
     if recorded:
         title = f"{PAPER.upper()}, minutes {setting.minutes} of the trace alone"
@@ -326,7 +333,7 @@ def _figures(setting: Setting, kernel: str, found: dict[str, Outcome]) -> dict[s
     title += f"; SLO {SLO_FACTOR * perf.decode_base_ms:.1f} ms per token"
     print(report.table(title, COLUMNS, [outcome.row(name) for name, outcome in found.items()]), flush=True)
     motet, ranked, idle = found["motet"], found["rank-aware"], found["most-idle"]
-    two, oracle = found["motet, 2 schedulers"], found["motet, perfect state and lengths"]
+    two, oracle = found["motet, 2 schedulers"], found[BOUND]
     return {
         "attainment": round(motet.attainment, 4),
         "rank_aware_attainment": round(ranked.attainment, 4),
@@ -343,7 +350,13 @@ def _figures(setting: Setting, kernel: str, found: dict[str, Outcome]) -> dict[s
 def _more_figures(name: str, title: str, found: dict[str, Outcome]) -> dict[str, Any]:
     print(report.table(title, COLUMNS, [outcome.row(policy) for policy, outcome in found.items()]))
     motet, idle = found["motet"], found["most-idle"]
-    return {
+    bound = {}
+    if BOUND in found:
+        least_ms = found[BOUND].tpot_ms
+        gains = {rival: (found[rival].tpot_ms - motet.tpot_ms) / (found[rival].tpot_ms - least_ms) for rival in RIVALS}
+        bound = {f"gain_of_bound_vs_{rival.replace('-', '')}_{name}": round(gain, 4) for rival, gain in gains.items()}
+        bound |= {f"bound_attainment_{name}": round(found[BOUND].attainment, 4)}
+    return bound | {
         f"attainment_{name}": round(motet.attainment, 4),
         **{f"tpot_vs_{rival.replace('-', '')}_{name}": round(motet.tpot_ms / found[rival].tpot_ms, 4) for rival in RIVALS},
         f"rank_aware_attainment_{name}": round(found["rank-aware"].attainment, 4),

@@ -2,10 +2,10 @@
 
 One worker with 8 adapters, an hour of arrivals: never, always, or as `policies.step.merge_decision` says merged; with the
 paper's LoRA (einsum), with kernels like this project's, and without LoRA, the limit of all merging. Then 8 and 32 workers, five
-and two minutes: round-robin over preloaded adapters, dispatch by pending time, and moves of requests on top. Constants were
-chosen with `--tune` on minutes from 301 of the recorded day; results are of minutes from 901, and the load before those alone
-says which adapters are preloaded. `--data DIR` (or MOTET_DATA) holds the traces; without it a power law with bursts and
-log-normal lengths are drawn.
+and two minutes: round-robin over preloaded adapters, dispatch by pending time, and moves of requests on top. The same at 0.5 to
+1.5 times what the workers can serve (`--capacity` runs only that). Constants were chosen with `--tune` on minutes from 301 of
+the recorded day; results are of minutes from 901, and the load before those alone says which adapters are preloaded. `--data
+DIR` (or MOTET_DATA) holds the traces; without it a power law with bursts and log-normal lengths are drawn.
 
 The worker and the workloads: `bench.dlora_parts`.
 """
@@ -34,6 +34,7 @@ from bench.dlora_parts import (
     Case,
     Outcome,
     System,
+    capacity,
     measure,
     reachable,
     sustained,
@@ -70,6 +71,8 @@ TOGETHER = (
 )
 LOADS = {"small": (2.5, 3.0, 3.5), "large": (3.0, 3.5)}  # requests per second of a worker
 LONG_S, LONG_LOADS = 1200.0, (2.5, 3.0)
+OF_CAPACITY = (0.5, 0.75, 1.0, 1.25, 1.5)
+OTHERS = ("dlora, moves", "round-robin", "round-robin, moves", "proactive-only", "by mode")
 SCALES, STRETCHED_LOAD = (0.5, 1.0, 1.5, 2.0), 2.0
 LARGE = (32, 128)  # workers, adapters
 SMALL = (8, 32)
@@ -82,6 +85,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--data", type=Path, default=os.environ.get("MOTET_DATA"), help=f"directory of {INVOCATIONS} and {LENGTHS}"
     )
     parser.add_argument("--tune", action="store_true", help="compare constants on the tuning minutes instead; not recorded")
+    parser.add_argument("--capacity", action="store_true", help="only the loads around what the workers can serve")
     parser.add_argument("--seed", type=int, default=1, help="of the draws; 0 is that of the tuning")
 
 
@@ -117,17 +121,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if args.tune:
             _tune(bench)
             return {}
-        figures = _alone(bench)
-        figures |= _together(bench, *SMALL, "small")
-        figures |= _together(bench, *((4, 8) if args.quick else LARGE), "large")
-        figures["stretched"] = _stretched(bench)
-        figures["long"] = _long(bench)
+        figures = {} if args.capacity else _all(bench)
+        figures |= _around_capacity(bench)
     return {
         **figures,
         "recorded_workload": args.data is not None,
         "seed": args.seed,
         "seconds": bench.base.seconds,
     }
+
+
+def _all(bench: Bench) -> dict[str, Any]:
+    """The paper's experiments."""
+    figures = _alone(bench)
+    figures |= _together(bench, *SMALL, "small")
+    figures |= _together(bench, *((4, 8) if bench.quick else LARGE), "large")
+    figures["stretched"] = _stretched(bench)
+    figures["long"] = _long(bench)
+    return figures
 
 
 def _say(text: str) -> None:
@@ -272,6 +283,48 @@ def _waits(one: Outcome) -> list[object]:
         one.plan_ms,
         one.plan_p99_ms,
     ]
+
+
+def _around_capacity(bench: Bench) -> dict[str, Any]:
+    """Queueing delay, mean and P99, at 0.5 to 1.5 times the capacity, and of more workers at the capacity itself.
+
+    The figures compare Motet's dispatch with the best of the others, moves included, and with perfect balance.
+    """
+    small, large = ((4, 8), (6, 12)) if bench.quick else (SMALL, LARGE)
+    each = capacity(bench.base)
+    runs: dict[str, dict[str, Future[Outcome]]] = {}
+    for (workers, adapters), seconds, loads in (
+        (small, bench.base.seconds, OF_CAPACITY[1:4:2] if bench.quick else OF_CAPACITY),
+        (large, min(bench.base.seconds, LARGE_S), (1.0,)),
+    ):
+        for load in loads:
+            more = {"workers": workers, "adapters": adapters, "skew": 10, "rate": load * each * workers, "seconds": seconds}
+            names = (*OTHERS, "motet's dispatch", PERFECT)
+            runs[f"{workers} workers, {load:g}"] = {n: bench.pool.submit(measure, bench.case(n, **more)) for n in names}
+    found: dict[str, Any] = {}
+    for label, futures in runs.items():
+        at = {name: future.result() for name, future in futures.items()}
+        rows = [[name, one.queue_ms, one.queue_p99_ms, one.latency_ms, one.moves] for name, one in at.items()]
+        title = f"{label} x capacity"
+        print(report.table(title, ("", "queueing ms", "p99", "latency ms/token", "moves"), rows), flush=True)
+        found[label] = {
+            part: {name: round(getattr(one, part), 1) for name, one in at.items()} for part in ("queue_ms", "queue_p99_ms")
+        }
+    bench.watch.mark()
+
+    def over(part: str, names: Sequence[str]) -> dict[str, float]:
+        pairs = {label: (one[part]["motet's dispatch"], min(one[part][n] for n in names)) for label, one in found.items()}
+        return {label: round(own / max(best, 1e-9), 3) for label, (own, best) in pairs.items()}
+
+    figures = {
+        "queueing_vs_best_rival": over("queue_ms", OTHERS),
+        "queueing_p99_vs_best_rival": over("queue_p99_ms", OTHERS),
+        "queueing_vs_perfect": over("queue_ms", (PERFECT,)),
+    }
+    title = "queueing of Motet's dispatch over that of the best of the others and of perfect balance"
+    columns = ("", "mean / best", "p99 / best", "mean / perfect")
+    print(report.table(title, columns, [[label, *[one[label] for one in figures.values()]] for label in found]), flush=True)
+    return {"around_capacity": found, "capacity_per_worker": round(each, 3), **figures}
 
 
 def _stretched(bench: Bench) -> dict[str, Any]:

@@ -255,14 +255,22 @@ def reachable(case: Case) -> float:
 
     It is a place between the rates without merging (0) and without LoRA (1).
     """
-    lengths = _lengths(case.data)
     minutes = max(1, -(-int(case.seconds) // 60))
     shares = _by_adapter(case.data, case.adapters, case.skew, case.first_minute, minutes).sum(axis=1)
-    worker = Grouping(
+    return _grouping(case).part(shares.tolist(), case.seconds, SLO_MS)
+
+
+def capacity(case: Case) -> float:
+    """The requests per second that a worker serves with a full batch and without merging."""
+    return 1000.0 / _grouping(case).unmerged_ms
+
+
+def _grouping(case: Case) -> Grouping:
+    lengths = _lengths(case.data)
+    return Grouping(
         np.asarray(lengths.prompt_tokens, np.float64), np.asarray(lengths.output_tokens, np.float64), PERF,
         kv_tokens=KV_TOKENS, context_token_ms=CONTEXT_TOKEN_PS / 1e9, lora=case.system.lora,
     )  # fmt: skip
-    return worker.part(shares.tolist(), case.seconds, SLO_MS)
 
 
 def preloaded(case: Case) -> dict[str, tuple[str, ...]]:

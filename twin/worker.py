@@ -174,7 +174,6 @@ class Worker:
         """Carry out the core's actions: requests go to the engine and loads to their links. Nothing else takes time."""
         if self.engine.dead:
             return
-        self.announce_changes()
         for action in actions:
             match action:
                 case Start(entry):
@@ -190,6 +189,7 @@ class Worker:
                 case PinAdapters(digests):
                     self.engine.pin(digests)
         self.engine.wake()
+        self.announce_changes()
 
     def _fetch(self, entry: Entry[Live]) -> None:
         """Begin to fetch the KV blocks of a moved request."""

@@ -8,6 +8,9 @@ of cached KV blocks come and go with whatever message comes next, too; a snapsho
 
 Every change is remembered until the next message collects it, so code that changes the view sends nothing. Only the worker's
 core (`worker_core`) changes it. A message has copies of the requests, because it may travel while they continue.
+
+A request that comes and waits makes no message due, because its scheduler knows of it. Messages keep a distance (`DELTA_S`), so
+the one about its prefill, which no scheduler can know, would come late.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class View:
         """Short keys of the cached KV blocks."""
         self._prefixes: dict[int, bool] = {}  # came (True) or left since the last message
         self._draining_told = False
+        self._due = False  # for the sake of a request
         self._requests: dict[str, None] = {}  # changed, in the order of their first change
         self._adapters: dict[str, None] = {}
         self._seq = 0  # of the last message
@@ -48,10 +52,11 @@ class View:
     @property
     def changed(self) -> bool:
         """Whether a message is due."""
-        return bool(self._requests or self._adapters or self.draining != self._draining_told)
+        return bool(self._due or self._adapters or self.draining != self._draining_told)
 
     def put(self, brief: RequestBrief) -> None:
         """Add a request, or show its new phase."""
+        self._due = self._due or brief.phase != "waiting" or brief.request_id in self.requests
         self.requests[brief.request_id] = brief
         self._requests[brief.request_id] = None
 
@@ -59,6 +64,7 @@ class View:
         """Remove a request; unknown ids are ignored."""
         if self.requests.pop(request_id, None) is not None:
             self._requests[request_id] = None
+            self._due = True
 
     def progress(self, request_id: str, output_tokens: int) -> None:
         """A request has produced `output_tokens` tokens so far. This alone is no change to report."""
@@ -106,6 +112,7 @@ class View:
         self._requests.clear()
         self._adapters.clear()
         self._prefixes.clear()
+        self._due = False
         self._draining_told = self.draining
 
     def snapshot(self, perf: PerfModel, *, lists_disk: bool = True, lists_prefixes: bool = True) -> WorkerSnapshot:

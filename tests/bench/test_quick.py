@@ -42,7 +42,7 @@ FIGURES = {
         "prediction",
     },
     "chameleon_queues": {"7 GiB, 8/s", "14 GiB, 9/s", "sizes", "size_with_the_papers_hit_rate"},
-    "dlora": {"vs_merged_only", "vs_unmerged_only", "queueing_vs_rr", "queueing_vs_proactive", "plan_ms_32"},
+    "dlora": {"vs_merged_only", "vs_unmerged_only", "queueing_vs_rr", "queueing_vs_perfect", "plan_ms_32"},
     "cpu_assist": {"ttft_vs_cached", "ttft_vs_cached_all_cores", "auto_vs_best", "twin"},
     "engine": {"lora32_vs_own_base", "share_of_machine", "machine_limits"},
     "gateway": {"gateway_vs_starlette_lockstep_per_cpu_s", "gateway_vs_starlette"},

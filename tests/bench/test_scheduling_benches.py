@@ -40,7 +40,8 @@ def test_the_cluster_bench_compares_every_policy_and_motet_is_faster_than_chance
         assert 0 <= figures[f"attainment{kernel}"] <= 1
         assert 0 < figures[f"least_tpot_vs_random{kernel}"] < figures[f"tpot_vs_random{kernel}"] < 1
     for table in ("policies", "policies_bgmv", "policies_cached"):
-        assert figures[table].keys() >= cluster.POLICIES.keys()
+        assert figures[table].keys() >= {*cluster.POLICIES, cluster.BOUND}
+    assert figures["gain_of_bound_vs_random_cached"] > 0.5
     assert figures["ablation"].keys() == {"motet", *cluster.ABLATIONS}
     outcomes = [tuple(outcome.values()) for outcome in figures["ablation"].values()]
     assert len({*outcomes}) == len(outcomes), "without any of its parts the policy decides otherwise"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp, inf
 
 from motet.policies.cluster.candidates import Ask
-from motet.policies.cluster.shared_cost import LASTING, PENALTY_MS, YOUNG, YOUNG_STEPS
+from motet.policies.cluster.shared_cost import LASTING, PENALTY_MS, YOUNG, YOUNG_EACH, YOUNG_STEPS
 from motet.policies.cluster.worker_load import tokens_left, tokens_to_prefill
 from motet.policies.times.perf_model import decode_ms, fetch_ms, load_ms, lora_load, prefill_ms
 from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
@@ -51,16 +51,18 @@ def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[
     copy = 0.0 if used or worker.tier == "device" else load_ms(perf, ask.adapter_bytes)
     fetch = 0.0 if used or worker.tier in ("device", "host") else fetch_ms(perf, ask.adapter_bytes)
     stall = alone + joins * (joined - queued_ms - alone) + (copy if limits.copies == "stall" else 0.0)
-    young = YOUNG * exp((max(began_s, opened_s) - now_s) * 1000 / (YOUNG_STEPS * step))
-    others = n * (stall / avg_resp_len + LASTING * d_step) + young * stall * (1 - joins)
+    fading = YOUNG_STEPS * step / 1000
+    missed = (1 - joins) * YOUNG_EACH * len(queue)
+    young = max(YOUNG * exp((began_s - now_s) / fading), missed * exp((opened_s - now_s) / fading))
 
-    wait = joined + (copy if limits.copies != "bridged" else 0.0) + fetch
-    wait += max(0.0, n + 1 - limits.max_running) * step * left / max(1, len(running)) ** 2
+    room = max(0.0, n + 1 - limits.max_running) * step * avg_resp_len / max(1, len(running))
     total, free = limits.kv_blocks_most * limits.block_size, worker.kv_blocks_free * limits.block_size
     needed = tokens + out + queue_tokens + sum(map(tokens_left, queue)) + 0.5 * left
-    wait += step * max(0.0, needed - free) / max(1, total - free) * 2 * left / max(1, len(running))
+    room += step * max(0.0, needed - free) / max(1, total - free) * avg_resp_len
+    others = n * ((stall + room) / avg_resp_len + LASTING * d_step) + young * stall
 
+    wait = joined + (copy if limits.copies != "bridged" else 0.0) + fetch + room
     tpot = step + n * perf.prefill_base_ms / avg_resp_len
     tightest = min((r.tpot_slo_ms for r in requests if r.tpot_slo_ms), default=inf)
-    missed = [(wait + 0.5 * step) / ask.ttft_slo_ms - 1, tpot / ask.tpot_slo_ms - 1, tpot / tightest - 1]
-    return others + tpot + wait / out + PENALTY_MS * sum(max(0.0, share) for share in missed), max(missed)
+    excess = [(wait + 0.5 * step) / ask.ttft_slo_ms - 1, tpot / ask.tpot_slo_ms - 1, tpot / tightest - 1]
+    return others + tpot + wait / out + PENALTY_MS * sum(max(0.0, share) for share in excess), max(excess)

@@ -145,6 +145,39 @@ def test_a_worker_without_a_free_seat_costs_waiting_time():
     assert motet(state, ask(adapter="", rank=0, out_tokens=20)) == "free"
 
 
+def test_who_waits_for_a_seat_passes_the_wait_on_to_as_many_as_there_are():
+    """Eight of rank 8 run in eight seats, so one ends every 100 / 8 steps, and eight others follow within 100 tokens."""
+    state = cluster("a", max_running=8)
+    state.put_worker("a", worker_limits(max_running=8), PERF)
+    load(state, "a", 8)
+    prefill, step = 4.0 + 0.1 * 50, decode_ms(PERF, 9.0, 64.0)
+    room = step * 100 / 8
+    others = 8 * ((prefill + room) / 100 + 2.0 * 0.2)
+    own = step + 8 * 4.0 / 100 + (prefill + room) / 100
+    cost, _ = shared_cost.costs(state, ask(adapter="", rank=0), NOW_S, 100.0)
+    assert cost[state.row("a")] == pytest.approx(others + own)
+
+
+def test_a_queue_for_memory_outweighs_many_running_requests():
+    state = cluster("full", "busy")
+    load(state, "full", 10, predicted=100)
+    state.heard("full", NOW_S, kv_blocks_free=0, draining=False)
+    load(state, "busy", 25, predicted=100)
+    assert motet(state, ask(adapter="", rank=0, out_tokens=400)) == "busy"
+    state.heard("full", NOW_S, kv_blocks_free=400, draining=False)
+    assert motet(state, ask(adapter="", rank=0, out_tokens=400)) == "full"
+
+
+def test_a_long_queue_that_may_have_begun_its_prefill_is_spared_more_than_a_short_one():
+    state = cluster("long", "short")
+    for worker_id, queued in (("long", 6), ("short", 1)):
+        load(state, worker_id, 10 - queued)
+        for n in range(queued):
+            state.put_request(worker_id, brief(f"{worker_id}{n}", 8, prompt=1), NOW_S)
+    cost, _ = shared_cost.costs(state, ask(adapter="", rank=0), NOW_S + 0.005, 1e6)
+    assert cost[state.row("long")] > cost[state.row("short")]
+
+
 def test_requests_for_an_adapter_on_no_worker_go_to_one_place_and_others_spread():
     state = cluster(*(f"w{n}" for n in range(20)))
     cold = Counter(motet(state, ask(n, adapter="unseen")) for n in range(50))

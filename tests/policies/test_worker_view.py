@@ -70,8 +70,7 @@ def test_deltas_rebuild_the_next_snapshot_whatever_happens(seed):
             known = view.snapshot(START_PERF)
         elif view.changed:
             known = apply(known, view.delta())
-    if view.changed:
-        known = apply(known, view.delta())
+    known = apply(known, view.delta())
     known = msgspec.structs.replace(known, seq=known.seq + 1, kv_blocks_free=view.kv_blocks_free)
     assert as_sets(known) == as_sets(view.snapshot(START_PERF))
 
@@ -95,6 +94,23 @@ def test_what_comes_and_goes_between_two_deltas_is_reported_as_gone():
     delta = view.delta()
     assert delta.changed == [] and delta.removed == ["r1"]
     assert not view.changed
+
+
+def test_a_request_that_only_waits_makes_no_message_due_and_its_prefill_does():
+    view = View("w1", "first", worker_limits())
+    view.snapshot(START_PERF)
+    view.put(brief_of(generate_request("r1"), "waiting"))
+    assert not view.changed
+    view.put(brief_of(generate_request("r1"), "running"))
+    assert view.changed
+    assert [brief.phase for brief in view.delta().changed] == ["running"] and not view.changed
+    view.put(brief_of(generate_request("r1"), "waiting"))  # it was preempted
+    assert view.changed and view.delta().changed
+    view.put(brief_of(generate_request("r2"), "waiting"))
+    assert not view.changed
+    view.remove("r1")
+    delta = view.delta()
+    assert [brief.request_id for brief in delta.changed] == ["r2"] and delta.removed == ["r1"]  # it rides along
 
 
 def test_token_progress_rides_on_snapshots_without_a_delta_of_its_own():
