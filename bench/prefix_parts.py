@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.rivals import POLICIES
+from bench.rivals.prefixes import POLICIES
 from motet.policies.cluster.prefix_index import Depth
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.shared.scheduler_options import AdmissionName

@@ -8,7 +8,7 @@ Importing this package adds the names to Motet's tables, as any plug-in does (do
 
 from __future__ import annotations
 
-from bench.rivals import policies, prefixes, rank_aware
+from bench.rivals import policies, rank_aware
 from bench.rivals.evictions import KeepNothing, Lru, Score
 from bench.rivals.queues import ShortestFirst, SizeQueues
 from motet.policies.cluster.dispatch import POLICIES
@@ -24,9 +24,6 @@ POLICIES.add("most-idle", lambda: policies.most_idle)
 POLICIES.add("least-pending", lambda: policies.least_pending)
 POLICIES.add("lora-affinity", lambda: policies.lora_affinity)
 POLICIES.add("round-robin", policies.RoundRobin)
-POLICIES.add("sticky", prefixes.Sticky)
-POLICIES.add("cache-aware-tree", prefixes.CacheAwareTree)
-POLICIES.add("dynamo", lambda: prefixes.dynamo)
 
 EVICTIONS.add("lru", lambda cost: Lru())
 EVICTIONS.add("score", lambda cost: Score())

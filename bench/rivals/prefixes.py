@@ -1,4 +1,7 @@
-"""How other gateways and routers choose a worker by prompts' prefixes. Each states its rule and source."""
+"""How other gateways and routers choose a worker by prompts' prefixes. Each states its rule and source.
+
+Importing this module adds their names, apart from those of `bench.rivals`: without prompts in common they say nothing new.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from bench.rivals.policies import most_idle
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, lightest, spread
 from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.dispatch import POLICIES
 from motet.policies.cluster.prefix_index import PrefixIndex
 from motet.policies.times.perf_model import Floats
 from motet.shared.wire.prefixes import unpack_keys
@@ -95,3 +99,8 @@ def dynamo(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, 
     active = (t["kv_tokens_total"] - t["kv_tokens_free"] + t["queue_tokens"] + ask.tokens) / size
     cost = prefill + active
     return Choice(spread(state, lightest(cost, fit), ask.key))
+
+
+POLICIES.add("sticky", Sticky)
+POLICIES.add("cache-aware-tree", CacheAwareTree)
+POLICIES.add("dynamo", lambda: dynamo)
