@@ -32,6 +32,7 @@ class ClusterView:
         self.state.merge(worker_id, said.merged)
         if said.prefixes is not None:
             self.state.list_prefixes(worker_id, unpack_keys(said.prefixes))
+        self._change_prefixes(said)
         self.flights.snapshot(worker_id, said.requests, now_s)
 
     def change(self, known: Known, said: WorkerDelta, now_s: float) -> None:
@@ -42,10 +43,13 @@ class ClusterView:
             state.put_adapter(worker_id, held.digest, held.tier)
         for digest in said.evicted:
             state.drop_adapter(worker_id, digest)
+        self._change_prefixes(said)
+
+    def _change_prefixes(self, said: WorkerSnapshot | WorkerDelta) -> None:
         if said.cached or said.uncached:
-            row = state.row(worker_id)
-            state.prefixes.add(row, unpack_keys(said.cached))
-            state.prefixes.remove(row, unpack_keys(said.uncached))
+            row, prefixes = self.state.row(said.worker_id), self.state.prefixes
+            prefixes.add(row, unpack_keys(said.cached))
+            prefixes.remove(row, unpack_keys(said.uncached))
 
     def facts(self, known: Known, now_s: float) -> None:
         """Take in the facts of any message; marks against the worker (refusing, draining) end."""

@@ -116,12 +116,13 @@ class View:
         self._draining_told = self.draining
 
     def snapshot(self, perf: PerfModel, *, lists_disk: bool = True, lists_prefixes: bool = True) -> WorkerSnapshot:
-        """The whole state, pending changes included. What it does not list, disk or prefixes, comes with the next delta."""
+        """The whole state, pending changes included. Without `lists_disk` the changes on disk come with the next delta, and
+        without `lists_prefixes` it has the changes of cached KV blocks.
+        """
         pending = [] if lists_disk else [digest for digest in self._adapters if not self._in_memory(digest)]
-        prefixes = {} if lists_prefixes else self._prefixes.copy()
+        cached, uncached = (b"", b"") if lists_prefixes else self._prefix_changes()
         self.told()
         self._adapters.update(dict.fromkeys(pending))
-        self._prefixes = prefixes
         self._seq += 1
         return WorkerSnapshot(
             worker_id=self.worker_id,
@@ -138,6 +139,16 @@ class View:
             merged=self.merged,
             merged_share=self.merged_share,
             prefixes=pack_keys(self.prefixes) if lists_prefixes else None,
+            cached=cached,
+            uncached=uncached,
+        )
+
+    def _prefix_changes(self) -> tuple[bytes, bytes]:
+        """The keys of KV blocks that came and that left since the last message."""
+        changes = self._prefixes
+        return (
+            pack_keys(key for key, there in changes.items() if there),
+            pack_keys(key for key, there in changes.items() if not there),
         )
 
     def _in_memory(self, digest: str) -> bool:
@@ -147,6 +158,7 @@ class View:
     def delta(self) -> WorkerDelta:
         """The changes since the last message. An id is in one list only: a request that came and ended is only in `removed`."""
         requests, adapters = self.requests, self.adapters
+        cached, uncached = self._prefix_changes()
         self._seq += 1
         delta = WorkerDelta(
             worker_id=self.worker_id,
@@ -160,8 +172,8 @@ class View:
             resident=[adapters[digest] for digest in self._adapters if digest in adapters],
             evicted=[digest for digest in self._adapters if digest not in adapters],
             running_left=self.running_left(),
-            cached=pack_keys(key for key, there in self._prefixes.items() if there),
-            uncached=pack_keys(key for key, there in self._prefixes.items() if not there),
+            cached=cached,
+            uncached=uncached,
         )
         self.told()
         return delta

@@ -16,10 +16,9 @@ def told(worker: Running) -> set[int]:
     """The keys of cached blocks by all messages so far."""
     known: set[int] = set()
     for state in worker.mesh.states:
-        if isinstance(state, WorkerSnapshot):
-            known = known if state.prefixes is None else set(unpack_keys(state.prefixes))
-        else:
-            known = (known | set(unpack_keys(state.cached))) - set(unpack_keys(state.uncached))
+        if isinstance(state, WorkerSnapshot) and state.prefixes is not None:
+            known = set(unpack_keys(state.prefixes))
+        known = (known | set(unpack_keys(state.cached))) - set(unpack_keys(state.uncached))
     return known
 
 
