@@ -43,12 +43,12 @@ async def started(
     monkeypatch: pytest.MonkeyPatch, client: Client, deliver: Callable[[StepReport], None] = lambda report: None
 ) -> vllm.VllmEngine:
     """An engine whose core is `client`."""
-    core = SimpleNamespace(client=client, kv_blocks=64, block_size=16)
+    core = SimpleNamespace(client=client, kv_blocks=64, block_size=16, tells_cached=False)
 
     async def warm(core: Any) -> None:
         pass
 
-    monkeypatch.setattr(vllm, "start_core", lambda options: core)
+    monkeypatch.setattr(vllm, "start_core", lambda options, events_endpoint: core)
     monkeypatch.setattr(vllm, "warm", warm)
     options = VllmOptions(model_dir=Path(), max_running=4, max_step_tokens=64, max_loras=2, max_lora_rank=8)
     engine = vllm.VllmEngine(options, deliver)
