@@ -9,7 +9,8 @@ row has Motet's own admission by objectives. Load 1.0 is the rate up to which th
     goodput   requests per second that keep their objectives: 2 s to the first token, 40 ms per token
     reused    prompt tokens that were not computed, of all
 
-`bench.prefix_index` measures the index itself: bytes per block and the time of a decision. Nothing was tuned on these runs.
+`bench.prefix_index` measures the index itself: bytes per block and the time of a decision. `bench.prefix_live` has chats on
+live workers. Nothing was tuned on these runs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import prefix_index, report
+from bench import prefix_index, prefix_live, report
 from bench.prefix_parts import Outcome, chats, mooncake, play
 from motet.twin.workload import Workload
 
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         alone = partial(chats, seconds=seconds, seed=3, shared=False)
         figures["no_prefix_cost"] = _without_sharing(pool, alone, 8, 5.0 * 8 if args.quick else _capacity(alone, 8))
     figures |= prefix_index.measure(quick=args.quick)
+    figures |= prefix_live.measure(args.watch, quick=args.quick)
     for name in ("goodput_vs_best_rival", "tokens_reused_vs_oracle"):
         figures[name] = min(value for key, value in figures.items() if key.endswith(f".{name}"))
     if "mooncake, 8 workers.ttft_mean_vs_today" in figures:

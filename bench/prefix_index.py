@@ -15,15 +15,16 @@ from bench.rivals import POLICIES
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.dispatch import decide
-from motet.policies.cluster.prefix_index import BLOCKS_MAX
+from motet.policies.cluster.prefix_index import KEYS_MAX
 from motet.policies.cluster.worker_table import hash_of
+from motet.policies.memory.kv_blocks import told_tokens
 from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
 from motet.shared.wire.prefixes import PrefixKeys, pack_keys
 
 WORKERS, RUNNING = 1_000, 256
 SHARED = 8  # workers that have each shared chain
-CHAIN = 500  # blocks: a chat of 8,000 tokens
-PROMPTS = (30, 125, 500)  # blocks
+CHAIN = 125  # keys: a chat of 8,000 tokens
+PROMPTS = (15, 60, 125)  # keys
 LIMITS = WorkerLimits(
     base_model="bench", max_model_len=65_536, max_running=512, max_waiting=256, block_size=16, kv_blocks_total=65_536,
     adapter_bytes_total=16 << 30, max_lora_rank=128, prefix_cache="tenant",
@@ -36,7 +37,7 @@ PERF = PerfModel(
 
 def measure(*, quick: bool) -> dict[str, Any]:
     """The figures; prints a table."""
-    workers, blocks, asks = (100, 200_000, 300) if quick else (WORKERS, BLOCKS_MAX, 3_000)
+    workers, blocks, asks = (100, 200_000, 300) if quick else (WORKERS, KEYS_MAX, 3_000)
     draw, state = random.Random(2), _loaded(workers)
     gc.collect()
     before = _rss()
@@ -95,12 +96,12 @@ def _timed(state: ClusterState, draw: random.Random, chains: list[list[int]], nu
     ask = Ask(
         base_model="bench",
         rank=0,
-        tokens=length * LIMITS.block_size + 1,
+        tokens=length * told_tokens(LIMITS.block_size) + 1,
         tpot_slo_ms=100.0,
         ttft_slo_ms=2_000.0,
         out_tokens=300,
         key=hash_of(str(number)),
-        prefix_keys=(PrefixKeys(LIMITS.block_size, pack_keys(keys)),),
+        prefix_keys=(PrefixKeys(told_tokens(LIMITS.block_size), pack_keys(keys)),),
     )
     choose = POLICIES["motet"]()
     began_s = time.thread_time()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from motet.policies.memory.kv_blocks import prompt_keys
+from motet.policies.memory.kv_blocks import prompt_keys, told_tokens
 from motet.shared.wire.prefixes import PrefixKeys, pack_keys
 from motet.twin.workload import Request
 
@@ -25,4 +25,4 @@ def content(request: Request, length: int) -> array[int]:
 def prefix_keys(request: Request, block_size: int) -> PrefixKeys:
     """The keys of the prompt that a gateway sends for workers with such blocks."""
     prompt = content(request, request.prompt_tokens).tobytes()
-    return PrefixKeys(block_size, pack_keys(prompt_keys(prompt, block_size, request.adapter.digest, b"")))
+    return PrefixKeys(told_tokens(block_size), pack_keys(prompt_keys(prompt, block_size, request.adapter.digest, b"")))

@@ -73,7 +73,7 @@ class CacheAwareTree:
     def _matching(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], keys: Sequence[int]) -> int:
         matched = np.zeros(len(fit))
         for depth in self._index.depths(keys):
-            matched[depth.rows] = depth.blocks * ask.prefix_keys[0].block_size
+            matched[depth.rows] = depth.keys * ask.prefix_keys[0].tokens
         best = lightest(-matched, fit)
         if matched[best[0]] > self.MATCH * ask.tokens:
             return spread(state, best, ask.key)

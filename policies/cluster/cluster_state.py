@@ -31,7 +31,7 @@ from motet.policies.cluster.worker_table import (
     free_rows,
     hash_of,
 )
-from motet.policies.memory.kv_blocks import merged_short
+from motet.policies.memory.kv_blocks import merged_short, told_tokens
 from motet.policies.times.perf_model import Floats
 from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 from motet.shared.wire.prefixes import PrefixKeys, unpack_keys
@@ -133,13 +133,13 @@ class ClusterState:
             merged = [row for row, digest in self._merged.items() if digest == adapter] if adapter else []
             for depth in self.prefixes.depths(keys):
                 found = np.zeros(len(self.ids)) if found is None else found
-                found[depth.rows] = depth.blocks * part.block_size
+                found[depth.rows] = depth.keys * part.tokens
             if merged:
                 found = np.zeros(len(self.ids)) if found is None else found
                 found[merged] = 0.0
                 for depth in self.prefixes.depths([merged_short(key) for key in keys]):
                     rows = np.intersect1d(depth.rows, merged)
-                    found[rows] = depth.blocks * part.block_size
+                    found[rows] = depth.keys * part.tokens
         return found
 
     def merge(self, worker_id: str, adapter: str) -> None:
@@ -157,10 +157,9 @@ class ClusterState:
 
     def expect_prefixes(self, worker_id: str, prompt: Iterable[PrefixKeys], now_s: float) -> None:
         """The worker is about to have the blocks of this prompt, of an adapter that is not merged there."""
-        row = self._row[worker_id]
-        block_size = self.table["block_size"][row]
+        row, (limits, _) = self._row[worker_id], self._terms[worker_id]
         for part in prompt:
-            if part.block_size == block_size:
+            if limits.prefix_cache and part.tokens == told_tokens(limits.block_size):
                 self.prefixes.expect(row, unpack_keys(part.keys), now_s)
 
     def disappoint_prefixes(self, worker_id: str, prompt: Iterable[PrefixKeys]) -> None:

@@ -25,27 +25,27 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCKS_MAX = 10_000_000
+KEYS_MAX = 10_000_000
 """Keys that are kept. A block that comes when there are so many is not known."""
 EXPECTED_S = 10.0
-EXPECTED_BLOCKS = 1_024
-"""Blocks of one request that are expected, at most."""
+EXPECTED_KEYS = 512
+"""Keys of one request whose blocks are expected, at most."""
 SHARDS = 4096
 SWEEP = 500  # keys looked at with each message of a worker, while there are retired bits
 _MASKS_KEPT = 65_536
 
 
 class Depth(NamedTuple):
-    """`rows` of the workers' table have exactly the first `blocks` blocks of a prompt."""
+    """`rows` of the workers' table have the blocks of exactly the first `keys` keys of a prompt."""
 
     rows: NDArray[np.intp]
-    blocks: int
+    keys: int
 
 
 class PrefixIndex:
     """The prefix blocks of all workers. Workers are named by their row of the table."""
 
-    def __init__(self, most: int = BLOCKS_MAX) -> None:
+    def __init__(self, most: int = KEYS_MAX) -> None:
         self._most = most
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
         self._size = 0
@@ -113,7 +113,7 @@ class PrefixIndex:
 
     def expect(self, row: int, keys: Sequence[int], now_s: float) -> None:
         """The worker is about to have these blocks, because a request that has them is assigned to it."""
-        new = [key for key in keys[:EXPECTED_BLOCKS] if not self.has(row, key)]
+        new = [key for key in keys[:EXPECTED_KEYS] if not self.has(row, key)]
         if new:
             self._expected.setdefault(row, set()).update(new)
             self._due.append((now_s + EXPECTED_S, row, new))
@@ -152,7 +152,7 @@ class PrefixIndex:
     # ---- what a request finds
 
     def depths(self, keys: Sequence[int]) -> list[Depth]:
-        """How many of a prompt's first blocks each worker has, for the workers that have any."""
+        """How many of a prompt's keys each worker has from the first one on, for the workers that have any."""
         if not keys:
             return []
         first = self._mask(keys[0]) & self._live

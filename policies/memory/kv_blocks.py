@@ -31,6 +31,8 @@ from motet.policies.memory.worth import Reuse
 from motet.shared.wire.request import TOKEN_BYTES
 
 KEY_BYTES = 16
+TOLD_TOKENS = 64
+"""Schedulers are told of blocks that end at multiples of this many tokens: four times fewer than all of 16 tokens."""
 _SHORT = (1 << 60) - 1
 _MERGED_BITS = 0x5A5_A5A5_A5A5_A5A5
 
@@ -71,13 +73,26 @@ def merged_short(short: int) -> int:
     return short ^ _MERGED_BITS
 
 
+def told_every(block_size: int) -> int:
+    """Blocks from one of which schedulers are told to the next."""
+    return max(1, TOLD_TOKENS // block_size)
+
+
+def told_tokens(block_size: int) -> int:
+    """Tokens from one block of which schedulers are told to the next."""
+    return block_size * told_every(block_size)
+
+
 def prompt_keys(prompt: bytes, block_size: int, adapter_digest: str, scope: bytes) -> list[int]:
-    """The short keys of the full blocks of a prompt (int32 bytes) that its request can reuse: all but the last token."""
-    size, parent = block_size * TOKEN_BYTES, root_key(adapter_digest, scope)
+    """The short keys of a prompt's blocks of which schedulers are told, as far as its request can reuse them: without the last
+    token. `prompt`: int32 bytes.
+    """
+    size, parent, told = block_size * TOKEN_BYTES, root_key(adapter_digest, scope), told_tokens(block_size) * TOKEN_BYTES
     keys = []
-    for end in range(size, len(prompt), size):
+    for end in range(size, (len(prompt) - 1) // told * told + 1, size):
         parent = chain_key(parent, prompt[end - size : end])
-        keys.append(short_key(parent))
+        if not end % told:
+            keys.append(short_key(parent))
     return keys
 
 
@@ -96,6 +111,7 @@ class KvBlocks:
         self.capacity = max(total, capacity)
         self.block_size, self.block_bytes = block_size, block_bytes
         self.prefix_cache = prefix_cache
+        self._told_every = told_every(block_size)
         self.reuse: Reuse | None = None
         """If set, it counts whether idle blocks are used again or evicted."""
         self.news: dict[int, bool] | None = None
@@ -197,12 +213,15 @@ class KvBlocks:
         else:
             blocks += self.allocate(count)
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Give a key to a full block with a user. No effect if another block has this key already."""
+    def publish(self, block: int, key: bytes, index: int = 0) -> None:
+        """Give a key to a full block with a user. No effect if another block has this key already.
+
+        `index`: its place in the chain, which says whether schedulers are told.
+        """
         if self.prefix_cache and key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key
-            if self.news is not None:
+            if self.news is not None and not (index + 1) % self._told_every:
                 self.news[short_key(key)] = True
 
     def release(self, blocks: Sequence[int], *, spoiled: bool = False) -> None:

@@ -107,8 +107,9 @@ class HeldBlocks:
     def publish(self, name: str, keys: Sequence[bytes]) -> None:
         """The blocks of the last `grow` have been written: give them these keys."""
         held = self._held[name]
-        for block, key in zip(held[len(held) - len(keys) :], keys, strict=True):
-            self._kv.publish(block, key)
+        first = len(held) - len(keys)
+        for index, (block, key) in enumerate(zip(held[first:], keys, strict=True), first):
+            self._kv.publish(block, key, index)
         self._keys[name] += keys
 
     def drop(self, name: str) -> None:

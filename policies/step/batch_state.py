@@ -286,7 +286,7 @@ def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
         return
     extend_keys(kv, seq, full)
     for index, key in enumerate(cache_keys(seq, seq.published, full), seq.published):
-        kv.publish(seq.blocks[index], key)
+        kv.publish(seq.blocks[index], key, index)
     seq.published = full
 
 

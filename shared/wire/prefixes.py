@@ -16,9 +16,9 @@ WORD_BYTES = 8
 
 
 class PrefixKeys(msgspec.Struct, frozen=True, array_like=True):
-    """The packed keys of a prompt's full blocks, in order, for workers with blocks of `block_size` tokens."""
+    """The packed keys of a prompt's blocks, in order, from `tokens` to `tokens`."""
 
-    block_size: int
+    tokens: int
     keys: bytes
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import bench.rivals  # noqa: F401 (adds the names)
 from motet.policies.cluster.describe import brief_of
-from motet.policies.memory.kv_blocks import prompt_keys
+from motet.policies.memory.kv_blocks import prompt_keys, told_tokens
 from motet.services.scheduler import service as live
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import Decided, records
@@ -23,12 +23,12 @@ from tests.support_worker import FakeWorker, generate_request, worker_limits
 REQUESTS = 80
 
 
-BLOCK = 16
+BLOCK, SHARED = 16, 64  # tokens
 
 
 def prompt(number: int) -> list[int]:
     """The tokens of a prompt: every other one begins like others, as `twin.content` has it."""
-    shared = [token for block in range(number % 4) for token in [block] * BLOCK] if number % 2 else []
+    shared = [token for block in range(number % 4) for token in [block] * SHARED] if number % 2 else []
     return shared + [~number] * (2 + 7 * number % 60)
 
 
@@ -40,7 +40,7 @@ def asked(number: int) -> GenerateRequest:
     return generate_request(
         str(number),
         prompt=prompt(number),
-        prefix_keys=(PrefixKeys(BLOCK, pack_keys(keys)),),
+        prefix_keys=(PrefixKeys(told_tokens(BLOCK), pack_keys(keys)),),
         rank=rank,
         slo=Slo(ttft_slo_ms=250.0 * (1 + number % 3), tpot_slo_ms=50.0),
         tenant=f"t{number // 3 % 2}",
@@ -68,7 +68,7 @@ def simulated(request: GenerateRequest) -> Request:
         tenant=request.tenant,
         tenant_weight=request.tenant_weight,
         prefix=tuple(range(number % 4)) if number % 2 else (),
-        prefix_tokens=BLOCK,
+        prefix_tokens=SHARED,
     )
 
 

@@ -15,7 +15,7 @@ def depths(index: PrefixIndex, keys: list[int]) -> dict[int, int]:
     for depth in index.depths(keys):
         for row in depth.rows.tolist():
             assert row not in found, "a worker is found once"
-            found[row] = depth.blocks
+            found[row] = depth.keys
     return found
 
 
@@ -60,7 +60,7 @@ def test_a_prompt_of_many_blocks_takes_few_lookups() -> None:
             looked.append(at)
             return super().__getitem__(at)
 
-    assert {int(depth.rows[0]): depth.blocks for depth in index.depths(Counted(keys))} == {0: 2_000, 1: 4_000, 2: 6_000}
+    assert {int(depth.rows[0]): depth.keys for depth in index.depths(Counted(keys))} == {0: 2_000, 1: 4_000, 2: 6_000}
     assert len(looked) < 60
 
 

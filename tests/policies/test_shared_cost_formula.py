@@ -22,7 +22,7 @@ from tests.support_worker import worker_limits
 
 NOW_S, L = 100.0, 120.0
 MIB = 1 << 20
-KEYS = list(range(1, 26))  # of the prompt's blocks of 16 tokens
+KEYS = list(range(1, 7))  # of the prompt, every 64 tokens
 
 
 def drawn(draw: random.Random, kernels: list[Kernel]) -> Seen:
@@ -46,7 +46,7 @@ def drawn(draw: random.Random, kernels: list[Kernel]) -> Seen:
         perf=PerfModel(kernel=draw.choice(kernels), **coefficients),
         kv_blocks_free=draw.randint(0, limits.kv_blocks_total - 1),
         tier=draw.choice([None, "device", "host", "disk"]),
-        cached_tokens=16 * draw.choice([0, 0, 1, 3, 10]),
+        cached_tokens=64 * draw.choice([0, 0, 1, 2]),
         requests=requests,
     )
 
@@ -67,7 +67,7 @@ def told(workers: list[Seen]) -> ClusterState:
             state.put_request(worker_id, brief, since_s)
         if one.tier is not None:
             state.put_adapter(worker_id, "d", one.tier)
-        state.prefixes.add(state.row(worker_id), KEYS[: one.cached_tokens // 16])
+        state.prefixes.add(state.row(worker_id), KEYS[: one.cached_tokens // 64])
     return state
 
 
@@ -81,7 +81,7 @@ def test_all_workers_at_once_cost_what_the_formula_says_of_each(kernels: list[Ke
         base_model="demo",
         rank=draw.choice([0, 8, 64]),
         tokens=tokens,
-        prefix_keys=(PrefixKeys(16, pack_keys(KEYS[: (tokens - 1) // 16])),),
+        prefix_keys=(PrefixKeys(64, pack_keys(KEYS[: (tokens - 1) // 64])),),
         tpot_slo_ms=draw.choice([20.0, 1000.0]),
         ttft_slo_ms=draw.choice([100.0, inf]),
         out_tokens=draw.choice([0, 200]),

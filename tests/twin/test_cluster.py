@@ -149,13 +149,24 @@ def test_no_requests_are_a_result_too() -> None:
 
 
 def test_schedulers_that_know_the_caches_compute_fewer_prompt_tokens_again() -> None:
-    load = workload(0, prefixes=True)
+    n = 240
+    whose = np.random.default_rng(1).integers(20, size=n).tolist()
+    load = Workload(
+        arrival_s=np.arange(n) / 5.0,
+        adapter=np.full(n, -1),
+        prompt_tokens=np.full(n, 290),
+        output_tokens=np.full(n, 20),
+        ranks=np.zeros(0, np.int64),
+        adapter_bytes=np.zeros(0, np.int64),
+        prefix=[(prompt, prompt + 100) for prompt in whose],
+        prefix_tokens=128,
+    )
     aware, blind = (
         run(load, spec(prefix_cache=True, kv_blocks=150), scheduler=SchedulerSpec(prefix_aware=aware)).metrics
         for aware in (True, False)
     )
-    assert aware.prefix_tokens > 1.1 * blind.prefix_tokens
-    assert aware.refused.sum() <= blind.refused.sum()
+    assert aware.prefix_tokens > 1.5 * blind.prefix_tokens
+    assert (aware.end_ps != NEVER).all()
 
 
 def test_a_prefix_that_covers_the_answer_is_found_by_the_next_turn() -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from motet.policies.memory.kv_blocks import cache_scope, prompt_keys
+from motet.policies.memory.kv_blocks import TOLD_TOKENS, cache_scope, prompt_keys, told_tokens
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.openai.lanes import Lane
 from motet.services.gateway.openai.profiles import Profile, Profiles
@@ -35,7 +35,7 @@ from motet.shared.wire.request import TOKEN_BYTES
 T = TypeVar("T")
 log = logger("motet.prepare")
 MESSAGE_BYTES = 1 << 20  # NATS's default
-KEYS_MAX = 8_192  # of a prompt's first blocks, which schedulers look for
+KEYS_MAX = 2_048  # of a prompt, for which schedulers look: 131,072 tokens
 SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
 SLO_MAX_MS = 3_600_000
 SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
@@ -113,8 +113,9 @@ class Preparer:
         """The keys of a prompt's blocks (int32 bytes) by which schedulers find the workers that have them cached."""
         digest = adapter.digest if adapter is not None else ""
         parts = {(size, cache_scope(tenant, cache_salt, shared=shared and not digest)) for size, shared in self._schemes}
+        beginning = prompt[: KEYS_MAX * TOLD_TOKENS * TOKEN_BYTES]
         return tuple(
-            PrefixKeys(size, pack_keys(prompt_keys(prompt[: size * TOKEN_BYTES * KEYS_MAX + 1], size, digest, scope)))
+            PrefixKeys(told_tokens(size), pack_keys(prompt_keys(beginning, size, digest, scope)))
             for size, scope in sorted(parts)
         )
 

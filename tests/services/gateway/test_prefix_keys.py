@@ -13,7 +13,7 @@ from motet.shared.wire.request import GenerateRequest, pack_tokens
 from tests.services.gateway.support import FakeScheduler, put_adapter, running_gateway, start_workers
 from tests.support import eventually
 
-PROMPT = list(range(40, 140))
+PROMPT = [40 + n % 100 for n in range(200)]
 
 
 @pytest.fixture
@@ -44,8 +44,9 @@ def keys(size: int, *, digest: str = "", **scope: Any) -> list[int]:
 
 
 async def test_there_are_keys_for_every_block_size_that_workers_have(ask):
-    request = await ask([{"prefix_cache": "tenant"}, {"prefix_cache": "tenant", "block_size": 32}, {"block_size": 8}])
-    assert {part.block_size: list(unpack_keys(part.keys)) for part in request.prefix_keys} == {16: keys(16), 32: keys(32)}
+    request = await ask([{"prefix_cache": "tenant"}, {"prefix_cache": "tenant", "block_size": 128}, {"block_size": 8}])
+    assert {part.tokens: list(unpack_keys(part.keys)) for part in request.prefix_keys} == {64: keys(16), 128: keys(128)}
+    assert len(keys(16)) == 3 and len(keys(128)) == 1
 
 
 async def test_an_adapters_keys_and_those_of_a_salt_are_its_own(ask):
@@ -64,6 +65,12 @@ async def test_without_a_prefix_cache_nothing_is_hashed(ask):
 
 
 def test_the_last_token_is_never_taken_from_a_cache():
-    tokens = pack_tokens(range(33))
+    tokens = pack_tokens(range(129))
     assert len(prompt_keys(tokens, 16, "", b"")) == 2
     assert len(prompt_keys(tokens[:-4], 16, "", b"")) == 1
+
+
+def test_a_key_stands_for_all_tokens_before_it():
+    one, other = list(range(200)), [7, *range(1, 200)]
+    assert not set(prompt_keys(pack_tokens(one), 16, "", b"")) & set(prompt_keys(pack_tokens(other), 16, "", b""))
+    assert prompt_keys(pack_tokens(one[:130]), 16, "", b"") == prompt_keys(pack_tokens(one), 16, "", b"")[:2]

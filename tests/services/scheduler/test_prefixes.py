@@ -17,11 +17,11 @@ ADAPTER = AdapterRef(name="a", digest="digest-a", rank=8, size_bytes=1 << 20)
 LIMITS = worker_limits(prefix_cache="tenant")
 
 
-def asked(request_id: str, *, blocks: int = 30, adapter: AdapterRef | None = None, scope: bytes = b"acme") -> GenerateRequest:
-    """A prompt of `blocks` full blocks and a bit."""
-    request = generate_request(request_id, prompt=range(16 * blocks + 1), adapter=adapter)
+def asked(request_id: str, *, blocks: int = 7, adapter: AdapterRef | None = None, scope: bytes = b"acme") -> GenerateRequest:
+    """A prompt of `blocks` times 64 tokens and one more."""
+    request = generate_request(request_id, prompt=range(64 * blocks + 1), adapter=adapter)
     keys = prompt_keys(request.prompt, 16, adapter.digest if adapter else "", scope)
-    return replace(request, prefix_keys=(PrefixKeys(16, pack_keys(keys)),))
+    return replace(request, prefix_keys=(PrefixKeys(64, pack_keys(keys)),))
 
 
 def keys_of(request: GenerateRequest) -> list[int]:
@@ -34,13 +34,13 @@ async def test_the_worker_that_has_the_prompt_gets_the_request_and_is_told_how_m
     await knows(service, *workers)
     state = service.cluster.state
     for number, home in enumerate(("w2", "w0", "w1")):
-        request = asked(f"r{number}", blocks=20 + number, scope=b"acme" if number else b"globex")
+        request = asked(f"r{number}", blocks=7 + number, scope=b"acme" if number else b"globex")
         keys = prompt_keys(request.prompt, 16, "", b"acme" if number else b"globex")
         await workers[home].delta(cached=keys)
         await eventually(lambda home=home, keys=keys: state.prefixes.has(state.row(home), keys[-1]))
         assert await submit(bus, request) == Assigned(worker_id=home, predicted_tokens=64)
         [taken] = [one for one in workers[home].assigned if one.request_id == request.request_id]
-        assert taken.cached_tokens == 16 * (20 + number)
+        assert taken.cached_tokens == 64 * (7 + number)
         assert taken.prefix_keys == (), "a worker makes its own"
 
 
@@ -58,9 +58,9 @@ async def test_after_a_lost_message_the_scheduler_asks_for_a_list(bus, schedule,
     worker = await hire("w1", limits=LIMITS)
     service, request = await schedule(), asked("r")
     await knows(service, "w1")
-    await worker.delta(cached=keys_of(request)[:10], skip=1)
+    await worker.delta(cached=keys_of(request)[:3], skip=1)
     state = service.cluster.state
-    await eventually(lambda: state.prefixes.has(state.row("w1"), keys_of(request)[9]))
+    await eventually(lambda: state.prefixes.has(state.row("w1"), keys_of(request)[2]))
 
 
 async def test_a_worker_without_a_prefix_cache_is_asked_for_nothing(bus, schedule, hire):
@@ -83,7 +83,7 @@ async def test_blocks_of_a_merged_adapter_are_found_where_it_is_merged_alone(bus
     await eventually(lambda: not service.cluster.unlisted())
     cached = service.cluster.state.cached_tokens(request.prefix_keys, ADAPTER.digest)
     found = 0 if cached is None else int(cached[service.cluster.state.row("w1")])
-    assert found == (16 * 30 if merged else 0)
+    assert found == (64 * 7 if merged else 0)
 
 
 async def test_blocks_of_a_request_count_from_its_assignment_on(bus, schedule, hire):
@@ -91,7 +91,7 @@ async def test_blocks_of_a_request_count_from_its_assignment_on(bus, schedule, h
     worker = await hire("w1", limits=LIMITS, heartbeat_s=30.0)
     await knows(service, "w1")
     for number in range(2):
-        await submit(bus, asked(f"r{number}", blocks=60))
+        await submit(bus, asked(f"r{number}", blocks=15))
     assert [one.cached_tokens for one in worker.assigned] == [0, 960]
 
 

@@ -9,7 +9,7 @@ from motet.shared.wire.worker_state import WorkerSnapshot
 from tests.services.worker.support_service import Running, generate
 from tests.support import eventually
 
-PROMPT = list(range(1, 82))  # ten blocks of 8 tokens and one more token
+PROMPT = list(range(1, 194))  # 24 blocks of 8 tokens, at every eighth of which is a key, and one more token
 
 
 def told(worker: Running) -> set[int]:
@@ -34,13 +34,13 @@ async def test_blocks_of_a_prompt_are_told_by_adapter_tenant_and_salt(start, ada
         generate(PROMPT), generate(PROMPT, tenant="acme", cache_salt="alice"), generate(PROMPT, tenant="acme", adapter=ref)
     )
     wanted = keys() | keys(tenant="acme", cache_salt="alice") | keys(ref.digest, tenant="acme")
-    assert len(wanted) == 30
+    assert len(wanted) == 9
     await eventually(lambda: wanted <= told(worker))
     assert not told(worker) & keys(tenant="acme"), "nobody asked for these"
 
 
 async def test_evicted_blocks_are_told_too(start):
-    worker = await start(kv_blocks=24, max_model_len=100, device_memory="fixed")
+    worker = await start(kv_blocks=30, max_model_len=210, device_memory="fixed")
     await worker.accepted(generate(PROMPT, max_tokens=1))
     await eventually(lambda: keys() <= told(worker))
     for first in range(100, 125, 5):
