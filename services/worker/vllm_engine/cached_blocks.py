@@ -6,7 +6,6 @@
 vLLM's hashes are not ours, so each is kept beside our key while vLLM has the block; that bounds what is kept by the blocks of
 the cache. A prompt's first block says whose it is: the adapter's name at vLLM is its digest, and the salt is
 `requests.cache_salt`. Blocks whose parent is not known are left out, and so are those with an image and all that follow them.
-
 Of a model with several kinds of layers only those that attend to everything count.
 
 Batches are numbered. When one is missing, everything is reported as gone: a block that schedulers do not know, or know in
@@ -20,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from motet.policies.memory.kv_blocks import chain_key, root_key, short_key
+from motet.policies.memory.kv_blocks import chain_key, root_key, short_key, told_every
 from motet.services.worker.vllm_engine.requests import scope_of
 from motet.shared.telemetry import logger
 from motet.shared.wire.request import TOKEN_BYTES, pack_tokens
@@ -70,9 +69,11 @@ _decode = msgspec.msgpack.Decoder(Batch).decode
 
 @dataclass(slots=True)
 class _Block:
-    """Blocks with equal content: their key, and how many vLLM has. It does not make one of two that are computed at once."""
+    """Blocks with equal content. `end`: which block of its prompt it is, from 1. `copies`: vLLM does not make one of two that
+    are computed at once."""
 
     key: bytes
+    end: int
     copies: int = 0
 
 
@@ -82,7 +83,7 @@ class CachedBlocks:
     def __init__(self, block_size: int) -> None:
         self.news: dict[int, bool] = {}
         """Short keys that came (True) or left (False) since `take_news`."""
-        self._block_size = block_size
+        self._block_size, self._told_every = block_size, told_every(block_size)
         self._blocks: dict[Hash, _Block] = {}
         self._group: int | None = None
         self._next = 0
@@ -118,8 +119,13 @@ class CachedBlocks:
 
     def forget(self) -> None:
         """Nothing is known to be cached any longer."""
-        self.news.update((short_key(block.key), False) for block in self._blocks.values())
+        for block in self._blocks.values():
+            self._tell(block, there=False)
         self._blocks.clear()
+
+    def _tell(self, block: _Block, *, there: bool) -> None:
+        if not block.end % self._told_every:
+            self.news[short_key(block.key)] = there
 
     def _stored(self, event: BlockStored) -> None:
         size = self._block_size
@@ -130,10 +136,11 @@ class CachedBlocks:
         if event.group_idx != self._group or len(event.token_ids) != size * len(event.block_hashes):
             return
         parent = None if event.parent_block_hash is None else self._blocks.get(event.parent_block_hash)
-        key = None if parent is None else parent.key
+        key, end = (None, 0) if parent is None else (parent.key, parent.end)
         tokens, width = pack_tokens(event.token_ids), size * TOKEN_BYTES
         extra_keys = event.extra_keys or [None] * len(event.block_hashes)
         for index, (name, extra) in enumerate(zip(event.block_hashes, extra_keys, strict=True)):
+            end += 1
             own = list(extra or ())[1 if event.lora_name else 0 :]  # an adapter's name comes first in every block
             if index == 0 and event.parent_block_hash is None:
                 key = _root(event.lora_name or "", own)
@@ -142,9 +149,9 @@ class CachedBlocks:
             if key is None:
                 return
             key = chain_key(key, tokens[index * width : (index + 1) * width])
-            block = self._blocks.setdefault(name, _Block(key))
+            block = self._blocks.setdefault(name, _Block(key, end))
             block.copies += 1
-            self.news[short_key(key)] = True
+            self._tell(block, there=True)
 
     def _removed(self, event: BlockRemoved) -> None:
         if event.medium != DEVICE or event.group_idx != self._group:
@@ -156,7 +163,7 @@ class CachedBlocks:
             block.copies -= 1
             if not block.copies:
                 del self._blocks[name]
-                self.news[short_key(block.key)] = False
+                self._tell(block, there=False)
 
 
 def _root(adapter: str, extra: list[Any]) -> bytes | None:
