@@ -168,7 +168,7 @@ def start_core(options: VllmOptions, events_endpoint: str) -> Core:
         config = engine_args.create_engine_config()
     except (ValueError, VLLMError, SystemExit) as error:
         raise ConfigError(f"--engine-args: {error}") from None
-    if _caches_prompts(config):
+    if caches_prompts(config):
         config.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint, buffer_steps=1, hwm=MESSAGES_MAX
         )
@@ -191,7 +191,7 @@ def start_core(options: VllmOptions, events_endpoint: str) -> Core:
     )
 
 
-def _caches_prompts(config: Any) -> bool:
+def caches_prompts(config: Any) -> bool:
     """Whether prompts for text are kept in one prefix cache. With data parallelism there are several, which we do not tell
     apart."""
     return bool(

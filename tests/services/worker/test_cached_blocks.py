@@ -47,6 +47,11 @@ def removed(*names: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": list(names), "medium": "GPU", "group_idx": 0} | fields
 
 
+def batch_of(*events: dict[str, Any]) -> bytes:
+    """A batch as vLLM sends it."""
+    return msgspec.msgpack.encode([0.5, list(events), 0])
+
+
 CLEARED = {"type": "AllBlocksCleared"}
 IMAGE = ["image", 2]
 
@@ -62,7 +67,7 @@ class Told:
     def after(self, *events: dict[str, Any], lost: int = 0) -> set[int]:
         """Send these events as one batch, after `lost` batches that do not arrive."""
         self.number += lost
-        self.cached.receive(self.number, msgspec.msgpack.encode([0.5, list(events), 0]))
+        self.cached.receive(self.number, batch_of(*events))
         self.number += 1
         for key, there in (self.cached.take_news() or {}).items():
             (self.keys.add if there else self.keys.discard)(key)
