@@ -123,6 +123,11 @@ def test_a_block_that_comes_and_goes_within_a_batch_is_not_told(told: Told) -> N
     assert not told.after(stored([11], ONE), removed(11))
 
 
+def test_news_is_told_once(told: Told) -> None:
+    told.cached.receive(0, batch_of(stored([11], ONE)))
+    assert [told.cached.take_news(), told.cached.take_news()] == [dict.fromkeys(keys(ONE), True), None]
+
+
 def test_a_cleared_cache_has_nothing(told: Told) -> None:
     told.after(stored([11, 12, 13], PROMPT))
     assert not told.after(CLEARED) and len(told.cached) == 0
