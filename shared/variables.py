@@ -35,6 +35,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "MOTET_LLAMA_PYTHON": "Python of an environment with llama-cpp-python and gguf, for `bench engine`",
         "MOTET_VLLM_PYTHON": "Python of an environment with vLLM, for benches that compare with it",
         "MOTET_BENCH_STEP_MS": "shortest step of the workers that `python -m bench rebalance` starts",
+        "MOTET_BENCH_TOKEN_MS": "what each token of a prompt adds to a step of those workers",
         "MOTET_DATA": "directory of traces for `python -m bench cluster`",
     },
 }

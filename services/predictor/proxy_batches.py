@@ -15,24 +15,22 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from prometheus_client import Histogram
 
 from motet.policies.lengths.calibration import Calibration, pinball
 from motet.policies.lengths.model import Curve
 from motet.policies.lengths.predictor import CALIBRATED_ADAPTERS, SHARES, Predicted, clipped
 from motet.shared.clock import now_s
-from motet.shared.telemetry import REGISTRY, logger
+from motet.shared.telemetry import histogram, logger
 from motet.shared.wire.prediction import PredictRequest
 
 log = logger("motet.predictor.proxy")
 BATCH_MAX = 32
 WAITING_MAX = 128
 ANSWERED_MAX = 8192  # answers remembered until their outcome arrives
-PROXY_S = Histogram(
+PROXY_S = histogram(
     "motet_predictor_proxy_seconds",
     "Time of one batch of the proxy model.",
     buckets=(1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0),
-    registry=REGISTRY,
 )
 
 

@@ -17,7 +17,6 @@ import io
 import sys
 
 import msgspec
-from prometheus_client import Counter, Gauge, Histogram
 
 from motet.policies.lengths.predictor import Learned, LengthPredictor
 from motet.services.predictor import codec as coding
@@ -31,7 +30,7 @@ from motet.shared.errors import MotetError
 from motet.shared.malloc import return_large_buffers
 from motet.shared.objects import Objects, read_object
 from motet.shared.service import BusService, run
-from motet.shared.telemetry import REGISTRY, logger
+from motet.shared.telemetry import counter, gauge, histogram, logger
 from motet.shared.wire.prediction import Outcome, Prediction, PredictRequest
 
 log = logger("motet.predictor")
@@ -40,31 +39,27 @@ TICK_S = 0.25
 FIT_TIMEOUT_S = 300.0
 STATE_WAIT_S = 2.0  # for the object store, at the start: a mesh that starts has none yet
 
-PREDICTIONS = Counter(
+PREDICTIONS = counter(
     "motet_predictor_predictions",
     "Answers by basis: proxy (a model that reads text), prompt (the model over hashed features), learned (the adapter's"
     " past lengths) or default (no outcomes yet).",
     ["basis"],
-    registry=REGISTRY,
 )
-PREDICT_S = Histogram(
+PREDICT_S = histogram(
     "motet_predictor_predict_seconds",
     "Time to compute one answer, without the bus.",
     buckets=(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
-    registry=REGISTRY,
 )
-OUTCOMES = Counter("motet_predictor_outcomes", "Finished requests that were learned from.", registry=REGISTRY)
-ADAPTERS = Gauge("motet_predictor_adapters", "Adapters with a length histogram, the base model included.", registry=REGISTRY)
-LEVEL = Histogram(
+OUTCOMES = counter("motet_predictor_outcomes", "Finished requests that were learned from.")
+ADAPTERS = gauge("motet_predictor_adapters", "Adapters with a length histogram, the base model included.")
+LEVEL = histogram(
     "motet_predictor_level",
     "Where lengths ended up in the prompt model's distribution, before calibration; uniform over 0 to 1 if it is right.",
     buckets=(0.1, 0.25, 0.5, 0.75, 0.9, 1.0),
-    registry=REGISTRY,
 )
-FITS = Counter(
-    "motet_predictor_fits", "New prompt models by origin: fitted here, taken from another copy, or failed.", ["origin"],
-    registry=REGISTRY,
-)  # fmt: skip
+FITS = counter(
+    "motet_predictor_fits", "New prompt models by origin: fitted here, taken from another copy, or failed.", ["origin"]
+)
 
 
 class PredictorService(BusService):

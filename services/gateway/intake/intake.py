@@ -33,8 +33,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from prometheus_client import Counter, Gauge
-
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.intake.durable import DurableRequest, check_answer_fits
@@ -53,7 +51,7 @@ from motet.shared.errors import MotetError, Overloaded, Unavailable
 from motet.shared.kv import Bucket
 from motet.shared.provision import ACK_WAIT_S, request_bytes_max
 from motet.shared.streams import Delivery, Pulls
-from motet.shared.telemetry import REGISTRY, logger
+from motet.shared.telemetry import counter, gauge, logger
 
 T = TypeVar("T")
 log = logger("motet.gateway.intake")
@@ -66,15 +64,11 @@ RESULTS_FULL = 0.9  # of its room: from here on nothing of a tenant is pulled, a
 TENANTS_EVERY_S = 5.0
 FETCH_S = 5.0
 
-FINISHED = Counter(
-    "motet_intake_requests", "Durable requests by outcome: ok, duplicate, retried, dead.", ["outcome"], registry=REGISTRY
-)
+FINISHED = counter("motet_intake_requests", "Durable requests by outcome: ok, duplicate, retried, dead.", ["outcome"])
 for _outcome in ("ok", "duplicate", "retried", "dead"):
     FINISHED.labels(_outcome)  # from the start: an increase from nothing to one is not seen
-RUNNING = Gauge(
-    "motet_intake_running", "Durable requests in progress at this gateway, waiting ones included.", registry=REGISTRY
-)
-PARKED = Gauge("motet_intake_parked", "Durable requests at this gateway that wait for room.", registry=REGISTRY)
+RUNNING = gauge("motet_intake_running", "Durable requests in progress at this gateway, waiting ones included.")
+PARKED = gauge("motet_intake_parked", "Durable requests at this gateway that wait for room.")
 
 
 class _HandBack(Exception):

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from prometheus_client import Counter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,7 +24,7 @@ from motet.services.gateway.config import GatewayConfig
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import ErrorAnswer, Overloaded
-from motet.shared.telemetry import REGISTRY
+from motet.shared.telemetry import counter
 
 TENANTS_MAX = 10_000  # whose use is remembered
 FILE_BYTES_MAX = 4 << 20
@@ -34,11 +33,8 @@ CONCURRENT_RETRY_S = 1.0
 NEARLY_FULL, ABOVE_MEAN = 0.75, 1.25
 """Above this share of `max_inflight`, a tenant with this many times the mean of requests per weight gets no new request."""
 
-REFUSED = Counter(
-    "motet_tenant_refusals",
-    "Requests that a tenant's limit refused: requests, tokens, concurrent, share.",
-    ["limit"],
-    registry=REGISTRY,
+REFUSED = counter(
+    "motet_tenant_refusals", "Requests that a tenant's limit refused: requests, tokens, concurrent, share.", ["limit"]
 )
 
 Positive = Annotated[float, Meta(gt=0, le=1000)]
