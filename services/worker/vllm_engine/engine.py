@@ -13,6 +13,7 @@ Rules:
   command, which comes a step later (`adapters.py`).
 - a paused request is aborted in vLLM. It enters again with its output as a part of the prompt.
 - a request is sent only when its adapter has a slot. So vLLM never skips a request in its queue.
+- which KV blocks are cached comes beside the outputs (`cache_events.py`), and is told with the next report.
 - ids in vLLM are unique for every addition, so late outputs of a cancelled request are ignored.
 - when a core dies, its requests end with WorkerLost and their gateways submit them again. A new core is started at once, and
   requests that come meanwhile wait for it. Requests that had not entered the core stay here if they were lost before, so that
