@@ -12,22 +12,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from motet.policies.memory.kv_blocks import cache_scope, prompt_keys, told_tokens
-from motet.services.scheduler.config import SchedulerConfig
-from motet.services.scheduler.service import SchedulerService
-from motet.services.worker.config import WorkerConfig
+from motet.policies.memory.kv_blocks import cache_scope, prompt_keys
 from motet.services.worker.engines.request import EngineRequest
-from motet.services.worker.service import WorkerService
-from motet.shared.bus import Bus
-from motet.shared.wire.prefixes import PrefixKeys, pack_keys
-from motet.shared.wire.request import pack_tokens
 from tests.engines.conftest import PATIENCE_S, Driven
 from tests.engines.support_mesh import core_of
-from tests.services.scheduler.support import knows
 from tests.services.worker.support_engine import request
-from tests.services.worker.support_service import BASE, Mesh, Running, generate
 from tests.support import eventually
-from tests.support_models import make_adapters
 
 pytestmark = pytest.mark.skipif(not os.environ.get("MOTET_TEST_VLLM"), reason="needs vLLM: make test-vllm")
 one_core = pytest.mark.asyncio(loop_scope="module")
@@ -126,33 +116,3 @@ async def test_a_core_that_dies_has_nothing_and_the_next_one_is_heard(driven: Dr
     again = asks("again", 60)
     assert await cached_tokens(driven, again) == 0
     await eventually(lambda: told(driven) == keys(again))
-
-
-async def test_a_scheduler_knows_what_the_worker_has_cached(bus: Bus, nats_url: str, model_dir: Path, tmp_path: Path) -> None:
-    options = {"nats_url": nats_url, "model": str(model_dir), "served_model_name": BASE, "engine": "vllm", "dtype": "float32"}
-    options |= {"kv_memory_gib": 0.016, "max_loras": 2, "max_lora_rank": 16, "max_model_len": 256, "max_running": 4}
-    worker = WorkerService(WorkerConfig.of(**options, adapter_cache_dir=str(tmp_path / "adapters")), lambda: None)
-    scheduler = SchedulerService(SchedulerConfig.of(nats_url=nats_url))
-    running = Running(worker, Mesh(bus))
-    await running.mesh.listen(worker.worker_id)
-    try:
-        await worker.start()
-        await scheduler.start()
-        await knows(scheduler, worker.worker_id)
-        limits, state = worker.view.limits, scheduler.cluster.state
-        assert (limits.prefix_cache, limits.block_size) == ("tenant", 32)
-        ref = await running.mesh.publish_adapter(make_adapters(model_dir, tmp_path)[0])
-        of_base = generate(prompt(1), tenant="acme", cache_salt="alice", max_tokens=1)
-        of_adapter = generate(prompt(1), tenant="acme", adapter=ref, max_tokens=1)
-        for asked, digest in ((of_base, ""), (of_adapter, ref.digest)):
-            scope = cache_scope("acme", asked.cache_salt)
-            packed = pack_keys(prompt_keys(pack_tokens(prompt(1)), limits.block_size, digest, scope))
-            sent = (PrefixKeys(told_tokens(limits.block_size), packed),)
-            assert state.cached_tokens(sent, digest) is None
-            await running.accepted(asked)
-            await running.mesh.ended(asked.request_id, within_s=PATIENCE_S)
-            await eventually(lambda sent=sent, digest=digest: state.cached_tokens(sent, digest) is not None)
-            assert state.cached_tokens(sent, digest)[state.row(worker.worker_id)] == LENGTH - 1
-    finally:
-        await scheduler.stop()
-        await worker.stop()
