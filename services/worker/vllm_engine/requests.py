@@ -89,7 +89,8 @@ def core_request(live: VllmSequence, core: Core, number: int, images: ImagePromp
     lora = None
     if request.weights is not None:
         adapter = cast(PeftAdapter, request.weights)
-        lora = LoRARequest(adapter.digest, number, str(adapter.folder))
+        # vLLM has read the files (`adapters.py`). Its cache tells paths apart, and theirs changes with every copy on the host.
+        lora = LoRARequest(adapter.digest, number, f"/{adapter.digest}")
     return EngineCoreRequest(
         request_id=live.core_id,
         external_req_id=live.core_id,
@@ -99,9 +100,22 @@ def core_request(live: VllmSequence, core: Core, number: int, images: ImagePromp
         pooling_params=pooling_params(live) if pools else None,
         arrival_time=live.entered_s,
         lora_request=lora,
-        cache_salt=request.cache_scope.hex() + live.adapter if request.cache_scope or live.adapter else None,
+        cache_salt=cache_salt(request.cache_scope, live.adapter) or None,
         data_parallel_rank=None,
     )
+
+
+def cache_salt(scope: bytes, adapter_digest: str) -> str:
+    """vLLM's salt of a request: requests with another one share no KV blocks with it."""
+    return scope.hex() + adapter_digest
+
+
+def scope_of(salt: str, adapter_digest: str) -> bytes | None:
+    """The scope in a `cache_salt` of this adapter, "" for none; None if it is not one."""
+    try:
+        return bytes.fromhex(salt.removesuffix(adapter_digest)) if salt.endswith(adapter_digest) else None
+    except ValueError:
+        return None
 
 
 def pooling_params(live: VllmSequence) -> Any:
