@@ -21,8 +21,9 @@ import msgspec
 
 from motet.policies.memory.kv_blocks import chain_key, root_key, short_key, told_every
 from motet.services.worker.vllm_engine.requests import scope_of
+from motet.shared.model import TOKEN_BYTES
 from motet.shared.telemetry import logger
-from motet.shared.wire.request import TOKEN_BYTES, pack_tokens
+from motet.shared.wire.request import pack_tokens
 
 log = logger("motet.worker.vllm")
 Hash = int | bytes
