@@ -165,7 +165,8 @@ class Cluster:
         """Simulate until every request has ended, or until `until_s`. Calls `progress(now_s)` from time to time."""
         events, every = self.events, PS_PER_S
         until_ps = None if until_s is None else round(until_s * PS_PER_S)
-        thresholds, freezes = gc.get_threshold(), not gc.get_freeze_count()  # `unfreeze` would undo what the caller has frozen
+        thresholds = gc.get_threshold()
+        freezes = until_s is None and not gc.get_freeze_count()  # `unfreeze` would undo what the caller has frozen
         if freezes:
             gc.freeze()  # the collector need not look at the workload and its adapters again and again
         gc.set_threshold(NEW_OBJECTS, *thresholds[1:])

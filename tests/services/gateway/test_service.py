@@ -14,7 +14,6 @@ import aiohttp
 import openai
 import pytest
 
-from motet.services.gateway import metrics
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.owner import observe
 from motet.services.gateway.service import LINGER_S, GatewayService
@@ -23,6 +22,7 @@ from motet.shared.config import ConfigError
 from motet.shared.errors import Overloaded, Unavailable
 from motet.shared.keys import read_key_file
 from motet.shared.model import Pin, RequestBrief, Residency
+from motet.shared.telemetry import REGISTRY
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, cancelled, put_adapter, running_gateway
 from tests.services.gateway.support_tokenizers import write_model_dir
@@ -145,7 +145,7 @@ async def test_a_client_that_does_not_read_is_cut_off_and_no_other_is_affected(
         await eventually(flood, within_s=30)
         await cancelled(mesh.first, request.request_id)
         raw.close()
-        text = metrics.REGISTRY.get_sample_value(
+        text = REGISTRY.get_sample_value(
             "motet_requests_total", {"adapter": "base", "slo_class": "standard", "outcome": "slow_reader"}
         )
         assert text

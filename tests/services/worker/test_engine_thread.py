@@ -26,8 +26,13 @@ class ScriptedEngine:
     pause_s = 0.0
     merges = False
 
+    def take_prefixes(self) -> dict[int, bool] | None:
+        """What the test says of cached KV blocks."""
+        return self.told.pop(0) if self.told else None
+
     def __init__(self) -> None:
         self.thread = threading.get_ident()
+        self.told: list[dict[int, bool]] = []
         self.requests: dict[str, EngineRequest] = {}
         self.steps = 0
         self.fail_steps = 0
