@@ -67,7 +67,7 @@ def test_a_run_leaves_the_garbage_collector_as_it_was(frozen: bool) -> None:
         thresholds.append(gc.get_threshold())
         counts.append(gc.get_freeze_count())
 
-    Cluster(workload(0), [spec()], SchedulerSpec()).run(progress=look)
+    Cluster(workload(0, seconds=3.0), [spec()], SchedulerSpec()).run(progress=look)
     assert gc.get_threshold() == before and (gc.get_freeze_count() > 0) == frozen
     assert all(threshold[0] > before[0] for threshold in thresholds) and thresholds
     assert all(counts), "the collector never looks at what was there before"
