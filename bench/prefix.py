@@ -1,4 +1,4 @@
-"""Placement by prefix: what schedulers gain that know which KV blocks each worker has cached.
+"""Placement by prefix: what it gains that schedulers know the KV blocks that each worker has cached.
 
 On the twin, with workers like an H100 that serves Llama-3-8B (`bench.prefix_parts`): recorded conversations of Mooncake
 (`--data DIR` or MOTET_DATA), and chats of 8 turns on 64 adapters, each with a system prompt of 1,000 tokens. Motet's policy

@@ -128,9 +128,9 @@ class ClusterState:
     def cached_tokens(self, prompt: Iterable[PrefixKeys], adapter: str) -> Floats | None:
         """For each row the tokens of a prompt for this adapter that it need not compute; None when that is 0 everywhere."""
         found: Floats | None = None
+        merged = [row for row, digest in self._merged.items() if digest == adapter]
         for part in prompt:
             keys = unpack_keys(part.keys)
-            merged = [row for row, digest in self._merged.items() if digest == adapter] if adapter else []
             for depth in self.prefixes.depths(keys):
                 found = np.zeros(len(self.ids)) if found is None else found
                 found[depth.rows] = depth.keys * part.tokens

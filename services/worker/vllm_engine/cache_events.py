@@ -16,7 +16,7 @@ MESSAGES_MAX = 10_000
 
 @dataclass(eq=False)
 class CacheEvents:
-    """A socket in a directory that only this user can read. A core that follows another one publishes there as well."""
+    """A socket in a directory that only this user can read. A core that was started again publishes there, too."""
 
     _folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory(prefix="motet-kv-"))
 

@@ -59,7 +59,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """What one step of vLLM did to its cache (`vllm.distributed.kv_events`, without what is not needed here)."""
+    """The events of one step of vLLM (`vllm.distributed.kv_events`), without the fields that nobody reads here."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import Assigning, Heard, LeaseLost, Mark, Marked, NotTaken, Taken, Tick
 from motet.shared.model import RequestBrief, Residency
 from motet.shared.telemetry import REGISTRY
+from motet.shared.wire.prefixes import pack_keys
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 from tests.support_worker import PERF, brief_of, generate_request, worker_limits
 
@@ -75,6 +77,15 @@ def test_deltas_upon_a_snapshot_keep_the_copy_true(cluster):
     (status,) = cluster.status(0.2)
     assert has(cluster) == ["b"]
     assert (status.adapters_on_device, status.adapters_on_host, status.in_flight) == (2, 0, 0)
+
+
+def test_snapshots_that_list_no_cached_blocks_tell_their_changes(cluster):
+    """An idle worker sends nothing else."""
+    cluster.on(Heard(replace(snapshot(1), prefixes=pack_keys([1, 2])), 0.0))
+    cluster.on(Heard(replace(snapshot(2), cached=pack_keys([3]), uncached=pack_keys([1])), 0.5))
+    row, index = cluster.state.row("w"), cluster.state.prefixes
+    assert [index.has(row, key) for key in (1, 2, 3)] == [False, True, True]
+    assert cluster.unlisted() == [], "its limits announce no prefix cache"
 
 
 def test_after_a_gap_requests_stay_as_known_until_the_next_snapshot(cluster):

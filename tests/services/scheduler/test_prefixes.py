@@ -63,6 +63,19 @@ async def test_after_a_lost_message_the_scheduler_asks_for_a_list(bus, schedule,
     await eventually(lambda: state.prefixes.has(state.row("w1"), keys_of(request)[2]))
 
 
+async def test_blocks_that_a_worker_has_evicted_count_no_longer(bus, schedule, hire):
+    worker = await hire("w1", limits=LIMITS)
+    service, request = await schedule(), asked("r")
+    await knows(service, "w1")
+    state, keys = service.cluster.state, keys_of(request)
+    await worker.delta(cached=keys)
+    await eventually(lambda: state.prefixes.has(state.row("w1"), keys[-1]))
+    await worker.delta(uncached=keys[2:])
+    await eventually(lambda: not state.prefixes.has(state.row("w1"), keys[2]))
+    cached = state.cached_tokens(request.prefix_keys, "")
+    assert cached is not None and cached[state.row("w1")] == 128
+
+
 async def test_a_worker_without_a_prefix_cache_is_asked_for_nothing(bus, schedule, hire):
     worker = await hire("w1")
     service = await schedule()

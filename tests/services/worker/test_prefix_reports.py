@@ -53,7 +53,10 @@ async def test_all_are_listed_on_request_and_not_with_every_heartbeat(start):
     worker = await start()
     await worker.accepted(generate(PROMPT))
     await eventually(lambda: keys() <= told(worker))
-    lists = lambda: [one for one in worker.mesh.states if isinstance(one, WorkerSnapshot) and one.prefixes is not None]  # noqa: E731
+
+    def lists() -> list[WorkerSnapshot]:
+        return [one for one in worker.mesh.states if isinstance(one, WorkerSnapshot) and one.prefixes is not None]
+
     before = len(lists())
     await worker.control(ListPrefixes())
     await eventually(lambda: len(lists()) == before + 1)
