@@ -114,7 +114,7 @@ class EngineEntry(Generic[E]):
         blocks_free -= sum(seq.scheduled for seq in state.running)
         if self._suspect_runs():  # rule 5
             return entries
-        order = self._queues.candidates(state, now_s) if self._queues is not None else list(state.waiting[:WINDOW])
+        order = (self._queues.candidates(state, now_s) if self._queues is not None else state.waiting)[:WINDOW]
         for seq in order:
             if len(state.running) >= self.limits.seats:  # rule 1
                 break

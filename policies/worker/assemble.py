@@ -128,7 +128,7 @@ def worker_core(
         view=view,
         host=HostTier(host_bytes, disk_bytes, files=files, eviction=options.eviction),
         max_requests=view.limits.max_running + view.limits.max_waiting,
-        foresight=Foresight() if options.foresight != "off" else None,
+        foresight=Foresight(careful=options.foresight == "auto") if options.foresight != "off" else None,
     )
 
 

@@ -373,13 +373,14 @@ class WorkerCore(Generic[R]):
             return
         if any(brief.phase != "running" for brief in self.view.requests.values()):
             return
+        running = len(self.view.requests)
         known = self._versions
-        above = foresight.next(now_s, lambda one: one not in self._device and one in known and host.has(one))
+        above = foresight.next(now_s, lambda one: one not in self._device and one in known and host.has(one), running=running)
         if above is not None:
             self._actions.append(CopyIn(above, foresight.weaker(above, self._device, now_s)))
         if host.host_bytes is None:
             return
-        digest = foresight.next(now_s, lambda one: host.tier(one) == "disk" and one in known)
+        digest = foresight.next(now_s, lambda one: host.tier(one) == "disk" and one in known, running=running)
         if digest is None:
             return
         size_bytes = known[digest].size_bytes
