@@ -23,6 +23,7 @@ from motet.policies.memory.ledger import Budget, device_budget
 from motet.policies.step.batch_admission import AdmissionLimits, BatchAdmission
 from motet.policies.step.batch_state import AdmissionState, S, StepPlan, remove, slot_users, turn, wait
 from motet.policies.step.cold_start import AssistRates, ColdStarts
+from motet.policies.step.lone_merging import LoneMerging
 from motet.policies.step.merge_decision import Merging, Modes
 from motet.policies.step.merged_copy import MergedCopy, SpareMemory
 from motet.policies.step.request_queues import Queues
@@ -62,7 +63,7 @@ class BatchCore(Generic[S]):
     `cold` is None where steps wait for copies; slots are not asynchronous then. `shared`: KV blocks and adapters share one
     budget, which needs `kv.block_bytes`; `kv.capacity` bounds the blocks. `modes` decides when an adapter is merged, in an
     engine that can merge; it gets the number of steps that have run. `copies`: a merged copy of the weights is made beside the
-    steps (`copy`), and its costs are estimated from these step times; `modes` must be a `Merging` then.
+    steps (`copy`), and its costs are estimated from these step times; `modes` must be a `Merging` or `LoneMerging` then.
     """
 
     def __init__(
@@ -99,8 +100,12 @@ class BatchCore(Generic[S]):
         self.modes = modes
         self.copy: MergedCopy | None = None
         if copies is not None:
-            assert isinstance(modes, Merging), "a copy needs a policy"
-            self.copy = MergedCopy(modes, self.boundary or SpareMemory(self.memory), copies)
+            assert isinstance(modes, (Merging, LoneMerging)), "a copy needs a policy"
+            self._careful = isinstance(modes, LoneMerging)
+            lender = self.boundary or SpareMemory(self.memory)
+            self.copy = MergedCopy(modes, lender, copies, careful=self._careful, block_size=kv.block_size)
+        self.weighs = modes is not None
+        """Whether the last plan's mode was chosen, so that the policy has to be told what became of it."""
         self._copy_leaves = False  # with the next decision: sequences lack memory, or its adapter is gone
         self._orders = count()
         self._foreseen = ""  # the last adapter that came without a request
@@ -201,10 +206,16 @@ class BatchCore(Generic[S]):
 
         Returns whether it was dropped.
         """
-        state = self.state
-        copy.weigh(state.running)
-        short = self.boundary is not None and state.kv.free < len(state.running)
-        if not copy.adapter or not (self._copy_leaves or short):
+        state, modes, boundary = self.state, self.modes, self.boundary
+        assert isinstance(modes, (Merging, LoneMerging)), "a copy has a policy"
+        self.weighs = modes.looks(state)
+        self._admission.modes = modes if self.weighs else None
+        if self.weighs:
+            copy.weigh(state.running)
+        if not copy.adapter:
+            return False
+        short = boundary is not None and boundary.spare_blocks(careful=self._careful) < len(state.running)
+        if not (self._copy_leaves or short or modes.gives_up):
             return False
         copy.drop()
         turn(state, "")

@@ -4,7 +4,7 @@
 memory last. This module decides about the order, that one about memory.
 
     fcfs        by priority, due time and arrival (no object: `batch_admission` does it)
-    auto        as fcfs; while a request is late, those that are not go before those that are, shortest first
+    auto        the same, but while the first one is late, those that can still be in time go before those that cannot
     motet       one queue by due time, delayed in proportion to the request's size and to the service of its tenant and adapter
 
 Others to compare with, such as Chameleon's queues by size with quotas, are in bench/rivals. Plug-ins add their own to `QUEUES`
@@ -28,7 +28,6 @@ TTFT_SLO_S = 5.0
 SOON = 0.125
 """The share of a TTFT objective that a request needs to get its first token once it begins."""
 TURN = 4
-FIRST = inf, 0
 
 
 class Queues(Protocol[S]):
@@ -157,53 +156,48 @@ class PutOff(Generic[S]):
 
 @dataclass(eq=False)
 class LateLast(Generic[S]):
-    """First come, first served until requests miss their TTFT objectives; then the order that keeps most objectives.
+    """First come, first served, but requests that have missed their TTFT objective come after those that can still keep it.
 
-    A request is late once `SOON` of its objective is left and it has not begun. While one is late, requests that are not go
-    first, the shortest of them at the head: one that is late gains nothing from a turn that would keep another in time. So that
-    none waits for ever, each request that begins after `TURN` others is the first of the late ones. Priority goes before all
-    of this. A preempted request, and one without an objective, is never late and goes first.
+    A late request gains nothing from a turn that another one needs to be in time. One is late that has not begun when `SOON` of
+    its objective is left. While the first waiting request is late, those in time go first. So that none waits for ever, after
+    `TURN` requests in time the first one is served, late or not. Priority goes before all of this. A preempted request, and one
+    without an objective, is never late.
     """
 
     squashes: bool = False
     late: int = 0
     """Late requests that waited at the last decision."""
-    _places: dict[int, tuple[float, int]] = field(default_factory=dict)  # when it is late, and its tokens
-    _begun: int = 0  # requests since a late one began
+    _late_s: dict[int, float] = field(default_factory=dict)  # when each request is late
+    _in_time: int = 0  # requests that began in time since a late one did
 
     def arrived(self, seq: S, now_s: float) -> None:
         """Remember when the request will be late."""
         slo_s = max(0.0, seq.due_s - now_s) / PATIENCE
-        self._places[seq.order] = (now_s + (1.0 - SOON) * slo_s, seq.length) if slo_s else FIRST
+        self._late_s[seq.order] = now_s + (1.0 - SOON) * slo_s if slo_s else inf
 
     def began(self, seq: S, now_s: float) -> None:
-        """Count the turns. Should it be preempted, it goes first."""
-        late_s, _ = self._places[seq.order]
-        self._begun = 0 if late_s <= now_s else self._begun + 1
-        self._places[seq.order] = FIRST
+        """Count the turns. Should it be preempted, it is not late."""
+        self._in_time = 0 if self._late_s[seq.order] <= now_s else self._in_time + 1
+        self._late_s[seq.order] = inf
 
     def stopped(self, seq: S, now_s: float) -> None:
-        """A preempted request goes first."""
+        """A preempted request waits in its place."""
 
     def left(self, seq: S) -> None:
         """The request has ended."""
-        self._places.pop(seq.order, None)
+        self._late_s.pop(seq.order, None)
 
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
-        """The waiting requests as they came, or, while the first of them is late, by lateness and size."""
-        waiting, places = state.waiting, self._places
-        if not waiting or places[waiting[0].order][0] > now_s:
-            self.late = 0
+        """The waiting requests as they came, or, while the first of them is late, those in time before the others."""
+        waiting, late_s = state.waiting, self._late_s
+        self.late = 0
+        if not waiting or late_s[waiting[0].order] > now_s:
             return waiting
-        head = waiting[0] if self._begun >= TURN else None
-        self.late = sum([places[seq.order][0] <= now_s for seq in waiting])
-
-        def place(seq: S) -> tuple[int, bool, int, int]:
-            late_s, tokens = places[seq.order]
-            late = late_s <= now_s and seq is not head
-            return seq.priority, late, 0 if late or seq is head else tokens, seq.order
-
-        return nsmallest(WINDOW, waiting, key=place)
+        late = {seq.order for seq in waiting if late_s[seq.order] <= now_s}
+        self.late = len(late)
+        if self._in_time >= TURN:
+            late.remove(waiting[0].order)
+        return sorted(waiting, key=lambda seq: (seq.priority, seq.order in late))[:WINDOW]
 
 
 class MakeQueues(Protocol):

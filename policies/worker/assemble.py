@@ -15,6 +15,7 @@ from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence
 from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.engine_entry import E, EngineEntry, EntryLimits
+from motet.policies.step.lone_merging import LoneMerging
 from motet.policies.step.merge_decision import MergeConfig, Merging, Modes
 from motet.policies.step.merged_copy import MERGE, NOTHING_KNOWN
 from motet.policies.step.request_queues import Queues, make_queues
@@ -82,11 +83,11 @@ def batch_core(
     """The sequences, memory and steps of an engine whose steps the worker plans.
 
     `perf`: its step times to start from. `layers`: of its model, where copies to the device run beside the steps; None where
-    steps wait for them. `merging`: constants of `options.merge`. `modes`: of an engine that changes its weights in place.
+    steps wait for them. `merging`: constants of `options.merge` "on". `modes`: of an engine that changes its weights in place.
     """
     cold = ColdStarts(layers, options.max_step_tokens, options.cold_start) if layers is not None else None
     if options.merge != "off":
-        modes = Merging(NOTHING_KNOWN, merging)
+        modes = Merging(NOTHING_KNOWN, merging) if options.merge == "on" else LoneMerging(NOTHING_KNOWN)
     return BatchCore(
         AdmissionLimits(max_running=max_running, max_step_tokens=options.max_step_tokens, prefetch=options.prefetch),
         kv=KvBlocks(

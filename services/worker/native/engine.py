@@ -340,7 +340,7 @@ class Engine:
     def _postprocess(self, plan: StepPlan[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
         self._take_tokens(advance(plan), drawn, stats)
         self.clock.lap("postprocess")
-        if self._core.copy is not None:
+        if self._core.copy is not None and self._core.weighs:
             self._weigh_modes(self._core.copy, plan, stats)
 
     def _take_tokens(self, drawing: list[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
