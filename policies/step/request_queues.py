@@ -4,7 +4,7 @@
 memory last. This module decides about the order, that one about memory.
 
     fcfs        by priority, due time and arrival (no object: `batch_admission` does it)
-    auto        the same, but while the first one is late, those that can still be in time go before those that cannot
+    auto        the same, but requests that have missed their objective come after those that have not
     motet       one queue by due time, delayed in proportion to the request's size and to the service of its tenant and adapter
 
 Others to compare with, such as Chameleon's queues by size with quotas, are in bench/rivals. Plug-ins add their own to `QUEUES`
@@ -18,16 +18,17 @@ from heapq import nsmallest
 from math import inf
 from typing import Any, Generic, Protocol
 
-from motet.policies.step.batch_state import PATIENCE, AdmissionState, S
+from motet.policies.step.batch_state import PATIENCE, AdmissionState, S, insert
 from motet.shared.tables import Table
 
 WINDOW = 128
 """Maximum candidates per step of an order without quotas."""
 TTFT_SLO_S = 5.0
 """Assumed objective of requests without one."""
-SOON = 0.125
-"""The share of a TTFT objective that a request needs to get its first token once it begins."""
-TURN = 4
+IN_TIME = 0.9
+"""The share of a TTFT objective after which a waiting request is late: the rest is what its first token takes."""
+TURN = 32
+"""Requests that begin from one late one to the next while others are in time."""
 
 
 class Queues(Protocol[S]):
@@ -158,27 +159,28 @@ class PutOff(Generic[S]):
 class LateLast(Generic[S]):
     """First come, first served, but requests that have missed their TTFT objective come after those that can still keep it.
 
-    A late request gains nothing from a turn that another one needs to be in time. One is late that has not begun when `SOON` of
-    its objective is left. While the first waiting request is late, those in time go first. So that none waits for ever, after
-    `TURN` requests in time the first one is served, late or not. Priority goes before all of this. A preempted request, and one
-    without an objective, is never late.
+    Once there are too many requests, a late one that goes first makes the next one late too. A request is late that has waited
+    for IN_TIME of its objective. So that none waits for ever, after TURN others one late request gets its place back. Priority
+    goes before all of this. A preempted request, and one without an objective, is never late.
     """
 
     squashes: bool = False
     late: int = 0
-    """Late requests that waited at the last decision."""
-    _late_s: dict[int, float] = field(default_factory=dict)  # when each request is late
-    _in_time: int = 0  # requests that began in time since a late one did
+    """Late requests that wait."""
+    _late_s: dict[int, float] = field(default_factory=dict)  # when each request that waits in time becomes late
+    _next_s: float = inf  # none does before this
+    _turns: int = 0  # requests that began since a late one had its turn
 
     def arrived(self, seq: S, now_s: float) -> None:
         """Remember when the request will be late."""
-        slo_s = max(0.0, seq.due_s - now_s) / PATIENCE
-        self._late_s[seq.order] = now_s + (1.0 - SOON) * slo_s if slo_s else inf
+        if seq.due_s > now_s:
+            self._late_s[seq.order] = late_s = now_s + IN_TIME * (seq.due_s - now_s) / PATIENCE
+            self._next_s = min(self._next_s, late_s)
 
     def began(self, seq: S, now_s: float) -> None:
         """Count the turns. Should it be preempted, it is not late."""
-        self._in_time = 0 if self._late_s[seq.order] <= now_s else self._in_time + 1
-        self._late_s[seq.order] = inf
+        self._turns = 0 if seq.late or not self.late else self._turns + 1
+        self.left(seq)
 
     def stopped(self, seq: S, now_s: float) -> None:
         """A preempted request waits in its place."""
@@ -186,18 +188,26 @@ class LateLast(Generic[S]):
     def left(self, seq: S) -> None:
         """The request has ended."""
         self._late_s.pop(seq.order, None)
+        self.late -= seq.late
+        seq.late = False
 
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
-        """The waiting requests as they came, or, while the first of them is late, those in time before the others."""
-        waiting, late_s = state.waiting, self._late_s
-        self.late = 0
-        if not waiting or late_s[waiting[0].order] > now_s:
-            return waiting
-        late = {seq.order for seq in waiting if late_s[seq.order] <= now_s}
-        self.late = len(late)
-        if self._in_time >= TURN:
-            late.remove(waiting[0].order)
-        return sorted(waiting, key=lambda seq: (seq.priority, seq.order in late))[:WINDOW]
+        """The waiting requests in their order."""
+        if now_s >= self._next_s:
+            for seq in [seq for seq in state.waiting if self._late_s.get(seq.order, inf) <= now_s]:
+                del self._late_s[seq.order]
+                self._turn(state, seq, late=True)
+            self._next_s = min(self._late_s.values(), default=inf)
+        if self.late and self._turns >= TURN:
+            self._turns = 0
+            self._turn(state, next(seq for seq in state.waiting if seq.late), late=False)
+        return state.waiting
+
+    def _turn(self, state: AdmissionState[S], seq: S, *, late: bool) -> None:
+        state.waiting.remove(seq)
+        seq.late = late
+        self.late += 1 if late else -1
+        insert(state.waiting, seq)
 
 
 class MakeQueues(Protocol):
