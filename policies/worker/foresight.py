@@ -95,12 +95,10 @@ class Foresight:
     @property
     def mechanism(self) -> Mechanism:
         """Whether copies pay beside as many running requests as last, for people."""
-        share = f"{self.came_true:.0%} of its forecasts came true"
-        return (
-            Mechanism("on", share)
-            if self.pays(self._running)
-            else Mechanism("waiting", f"{share}, beside {self._running} requests")
-        )
+        why = f"{self.came_true:.0%} of its forecasts come true"
+        if self.pays(self._running):
+            return Mechanism("on", why)
+        return Mechanism("waiting", f"{why}, and {self._running} requests run")
 
     def next(self, now_s: float, may_come: Callable[[str], bool], *, running: int = 0) -> str | None:
         """The adapter to bring: the most likely of those that `may_come`, if it is likely enough. It counts as tried.

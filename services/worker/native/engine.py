@@ -216,7 +216,7 @@ class Engine:
         ran = stats.decode_rows or stats.prefill_requests
         self.pause_s = 0.0 if ran else self._adapters.pause_s(self._core.wait_ms)
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
-        if now_s >= self._told_s + TELL_S:
+        if ran and (now_s >= self._told_s + TELL_S or not self._core.busy):
             self._told_s, stats.mechanisms = now_s, self._core.mechanisms
         return self._take_output()
 
