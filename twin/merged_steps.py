@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import StepPlan
-from motet.policies.step.lone_merging import LONG
 from motet.policies.step.merge_decision import Modes
 from motet.policies.step.merged_copy import CopySlices
+from motet.policies.step.paying_merge import LONG
 from motet.twin.events import PS_PER_MS, to_ps
 from motet.twin.metrics import Metrics
 from motet.twin.run import Live, Run

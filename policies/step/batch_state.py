@@ -10,8 +10,8 @@
 `policies.step.batch_admission` makes the plans. `advance` books one step of a plan. `advance_steady` books many equal decode
 steps at once, and `steady_steps` says how many there are; the twin uses both.
 
-Sequences are ordered by `priority`, then by `late`, then by `due_s`, then by arrival. `due_s` is the arrival plus PATIENCE times
-the objective for the time to first token. With equal objectives that is first come, first served. An interactive request
+Sequences are ordered by `priority`, then by `late`, then by `due_s`, then by arrival. `due_s` is the arrival plus PATIENCE
+times the objective for the time to first token. With equal objectives that is first come, first served. An interactive request
 overtakes batch requests that came before it, but each of them is overtaken only until its own due time.
 """
 

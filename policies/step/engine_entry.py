@@ -32,7 +32,8 @@ import msgspec
 from motet.policies.memory.adapter_slots import AdapterSlots, Grant
 from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.step.batch_state import AdmissionState, Sequence, give_back_slot, slot_users, wait
-from motet.policies.step.request_queues import Queues
+from motet.policies.step.request_queues import Queues, mechanism_of
+from motet.shared.model import Mechanism
 
 WINDOW = 128
 """Maximum waiting requests that a decision examines."""
@@ -211,6 +212,11 @@ class EngineEntry(Generic[E]):
             give_back_slot(self.state, seq)
         for digest in self.slots.digests():
             self.slots.drop(digest)
+
+    @property
+    def mechanisms(self) -> dict[str, Mechanism]:
+        """Those that turn on by themselves, by name, and why they are on or not."""
+        return mechanism_of(self._queues, len(self.state.waiting))
 
     # ---- adapters without a request
 

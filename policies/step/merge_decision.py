@@ -39,6 +39,7 @@ from typing import NamedTuple, Protocol
 
 from motet.policies.step.batch_state import AdmissionState, S
 from motet.policies.times.step_record import Step
+from motet.shared.model import Mechanism
 
 MAX_KNOWN = 4096
 """Credits are kept for this many adapters; beyond, those without a request here are forgotten, the oldest first."""
@@ -89,7 +90,7 @@ class CopyModes(Modes, Protocol):
     prefix_ms: float
     """The time to compute again the prefixes that the running requests found in the cache."""
 
-    def looks(self, state: AdmissionState[S]) -> bool:
+    def looks(self, state: AdmissionState[S], now_s: float) -> bool:
         """Whether `choose` has to be asked about the next step. If not, the step is unmerged."""
 
     def timed(self, step: Step) -> None:
@@ -100,8 +101,8 @@ class CopyModes(Modes, Protocol):
         """Whether the copy is to be dropped."""
 
     @property
-    def why(self) -> tuple[str, str]:
-        """Whether it is on or waiting, and the reason, for people."""
+    def mechanism(self) -> Mechanism:
+        """Whether it merges, and the reason, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,7 +282,7 @@ class Merging:
         self._turn("")
         self._per_step = _PerStep()
 
-    def looks(self, state: AdmissionState[S]) -> bool:
+    def looks(self, state: AdmissionState[S], now_s: float) -> bool:
         """Credits are kept of every step."""
         return True
 
@@ -294,9 +295,9 @@ class Merging:
         return False
 
     @property
-    def why(self) -> tuple[str, str]:
+    def mechanism(self) -> Mechanism:
         """Whether an adapter is merged, and by how much its steps are predicted to be shorter."""
-        return ("on" if self.merged else "waiting"), f"LoRA costs {self.costs.lora:.1%} of a step"
+        return Mechanism("on" if self.merged else "waiting", f"LoRA costs {self.costs.lora:.1%} of a step")
 
     # ---- modes
 

@@ -21,7 +21,7 @@ from motet.policies.step.merge_decision import CopyModes, MergeConfig, MergeCost
 from motet.policies.times.perf_model import MIB
 from motet.policies.times.step_record import Step
 from motet.policies.times.step_times import OnlineFit
-from motet.shared.model import PerfModel
+from motet.shared.model import Mechanism, PerfModel
 
 MERGE = MergeConfig(
     alpha=0.9,
@@ -47,7 +47,7 @@ reads the weights once."""
 PRIOR_LORA = 0.25
 """Expected cost of LoRA before merged and unmerged steps have been compared, as a share of the start values' cost. The start
 values hold for batches of any ranks and may be far off for one adapter; a value that is too small only delays the first
-merge."""
+merge. A policy that compares merged steps with others tries the start values themselves."""
 SHAPE = 2e-5
 """Weight of the start values' proportions (`OnlineFit.SHAPE`). It is small, because batches do not look alike here: the same
 requests run with LoRA and without."""
@@ -148,10 +148,11 @@ class MergedCopy:
     ) -> None:
         self._merging, self._boundary, self._careful, self._block_size = merging, boundary, careful, block_size
         self._prefill_token_ms = perf.prefill_token_ms
-        self._times = OnlineFit([perf.decode_base_ms, perf.decode_row_ms, PRIOR_LORA * perf.decode_lora_ms], shape=SHAPE)
+        prior_ms = perf.decode_lora_ms * (1.0 if careful else PRIOR_LORA)
+        self._times = OnlineFit([perf.decode_base_ms, perf.decode_row_ms, prior_ms], shape=SHAPE)
         self._ms_per_mib: float | None = None  # of the last copy
         self._start_ms = START_PASSES * (perf.decode_base_ms + perf.decode_row_ms)
-        self._least_lora_ms = PRIOR_LORA * perf.decode_lora_ms  # until a copy has been whole: it has to be tried once
+        self._least_lora_ms = prior_ms  # until a copy has been whole: it has to be tried once
         self._steps = 0
         self.adapter = ""
         """The adapter of the copy, also while it is being made."""
@@ -170,6 +171,11 @@ class MergedCopy:
     def lora(self) -> float:
         """What LoRA adds to an unmerged step of the last batch, as a share of the step without it."""
         return self._merging.costs.lora
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Whether an adapter is merged, and why, for people."""
+        return self._merging.mechanism
 
     def want(self, adapter: str, size_bytes: int) -> bool:
         """Claim memory for a copy of this adapter, a part in each step. Returns whether the copy can be made now."""

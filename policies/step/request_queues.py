@@ -19,6 +19,7 @@ from math import inf
 from typing import Any, Generic, Protocol
 
 from motet.policies.step.batch_state import PATIENCE, AdmissionState, S, insert
+from motet.shared.model import Mechanism
 from motet.shared.tables import Table
 
 WINDOW = 128
@@ -208,6 +209,15 @@ class LateLast(Generic[S]):
         seq.late = late
         self.late += 1 if late else -1
         insert(state.waiting, seq)
+
+
+def mechanism_of(queues: object, waiting: int) -> dict[str, Mechanism]:
+    """For people: whether these queues, with so many waiting requests, let late ones wait. Empty for those that never do."""
+    if not isinstance(queues, LateLast):
+        return {}
+    if waiting and queues.late:
+        return {"queues": Mechanism("on", f"{queues.late} of {waiting} waiting requests are late")}
+    return {"queues": Mechanism("waiting", "no waiting request is late")}
 
 
 class MakeQueues(Protocol):

@@ -15,9 +15,9 @@ from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import Sequence
 from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.engine_entry import E, EngineEntry, EntryLimits
-from motet.policies.step.lone_merging import LoneMerging
 from motet.policies.step.merge_decision import MergeConfig, Merging, Modes
 from motet.policies.step.merged_copy import MERGE, NOTHING_KNOWN
+from motet.policies.step.paying_merge import PayingMerge
 from motet.policies.step.request_queues import Queues, make_queues
 from motet.policies.worker.foresight import Foresight
 from motet.policies.worker.request_life import R
@@ -87,7 +87,7 @@ def batch_core(
     """
     cold = ColdStarts(layers, options.max_step_tokens, options.cold_start) if layers is not None else None
     if options.merge != "off":
-        modes = Merging(NOTHING_KNOWN, merging) if options.merge == "on" else LoneMerging(NOTHING_KNOWN)
+        modes = Merging(NOTHING_KNOWN, merging) if options.merge == "on" else PayingMerge(NOTHING_KNOWN)
     return BatchCore(
         AdmissionLimits(max_running=max_running, max_step_tokens=options.max_step_tokens, prefetch=options.prefetch),
         kv=KvBlocks(

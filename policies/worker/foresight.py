@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from motet.policies.times.load_forecast import Forecast
+from motet.shared.model import Mechanism
 
 HORIZON_S = 15.0
 """A request counts as soon within this time."""
@@ -55,6 +56,7 @@ class Foresight:
     _over: dict[str, str] = field(default_factory=dict)  # adapters that may leave -> for which
     _made_way: dict[str, str] = field(default_factory=dict)  # those that left, and were not asked for since
     _probe_s: float = 0.0  # when one was last brought
+    _running: int = 0
     _credit: float = CREDIT
     _credit_s: float = 0.0
 
@@ -90,6 +92,14 @@ class Foresight:
         """Whether copies beside so many running requests are predicted to pay."""
         return not self.careful or self.came_true >= (1.0 - self.came_true) * DRAG * running
 
+    @property
+    def mechanism(self) -> Mechanism:
+        """Whether copies pay beside as many running requests as last, for people."""
+        why = f"{self.came_true:.0%} of its forecasts come true"
+        if self.pays(self._running):
+            return Mechanism("on", why)
+        return Mechanism("waiting", f"{why}, and {self._running} requests run")
+
     def next(self, now_s: float, may_come: Callable[[str], bool], *, running: int = 0) -> str | None:
         """The adapter to bring: the most likely of those that `may_come`, if it is likely enough. It counts as tried.
 
@@ -97,7 +107,7 @@ class Foresight:
         """
         self._tried_s = {digest: at_s for digest, at_s in self._tried_s.items() if now_s < at_s + AGAIN_S}
         self._credit = min(CREDIT, self._credit + CREDIT_PER_S * (now_s - self._credit_s))
-        self._credit_s = now_s
+        self._credit_s, self._running = now_s, running
         if self._credit < 1.0 or not (self.pays(running) or now_s >= self._probe_s + PROBE_S):
             return None
         best: str | None = None

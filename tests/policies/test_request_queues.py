@@ -8,13 +8,14 @@ from bench.rivals.queues import FIRST, SizeQueues
 from motet.policies.step.batch_state import Sequence
 from motet.policies.step.overtaking import steps_until_room
 from motet.policies.step.request_queues import PutOff, make_queues
+from motet.shared.model import Mechanism
 from tests.policies.support_queues import TOKEN_BYTES, World
 
 # ---- quotas
 
 
 def test_higher_priorities_go_first_whatever_their_size() -> None:
-    for name in ("sjf", "chameleon", "motet"):
+    for name in ("sjf", "chameleon", "motet", "auto"):
         world = World(make_queues(name, total_tokens=1000.0, token_bytes=TOKEN_BYTES), seats=1)
         world.add(4, 2)
         urgent = world.add(40, 20, priority=-1)
@@ -22,7 +23,7 @@ def test_higher_priorities_go_first_whatever_their_size() -> None:
         assert world.began == [urgent], name
 
 
-@pytest.mark.parametrize("name", ["sjf", "static", "chameleon", "motet"])
+@pytest.mark.parametrize("name", ["sjf", "static", "chameleon", "motet", "auto"])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_ends_and_the_accounts_add_up_in_random_histories(name: str, seed: int) -> None:
     chance = random.Random(seed)
@@ -46,7 +47,7 @@ def test_every_request_ends_and_the_accounts_add_up_in_random_histories(name: st
             world.core.end(left[0])
     world.run()
     for name_of, book in vars(queues).items():
-        if name_of in ("_facts", "_flows", "_tenants", "_places"):
+        if name_of in ("_facts", "_flows", "_tenants", "_places", "_late_s"):
             assert not book, name_of
 
 
@@ -136,3 +137,18 @@ def test_a_request_that_passed_by_a_wrong_prediction_is_preempted_and_loses_no_t
     assert wrong.tokens.tolist() == tokens, "recomputed later, not drawn again"
     world.run()
     assert wrong.length == world.ends[wrong.order]
+
+
+def test_the_queues_say_how_many_requests_are_late() -> None:
+    queues = make_queues("auto", total_tokens=1000.0, token_bytes=TOKEN_BYTES)
+    world = World(queues, seats=1)
+    world.add(4, 9)
+    world.add(4, 1)
+    assert world.core.mechanisms["queues"].state == "waiting"
+    for _ in range(6):
+        world.step()
+    world.add(4, 1)
+    assert world.core.mechanisms["queues"] == Mechanism("on", "1 of 2 waiting requests are late")
+    world.run()
+    assert world.core.mechanisms["queues"] == Mechanism("waiting", "no waiting request is late")
+    assert "queues" not in World(None).core.mechanisms
