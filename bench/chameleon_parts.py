@@ -215,7 +215,7 @@ def worker(case: Case) -> WorkerSpec:
         ),
         options=WorkerOptions(
             max_step_tokens=STEP_TOKENS, max_loras=4096, eviction=policy.eviction, queues=policy.queues,
-            prefetch=policy.prefetch, foresight=policy.foresight, cold_start="blocking",
+            prefetch=policy.prefetch, foresight="on" if policy.foresight else "off", cold_start="blocking",
         ),
     )  # fmt: skip
 

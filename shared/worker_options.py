@@ -11,6 +11,8 @@ import msgspec
 from msgspec import Meta
 
 ColdStartName = Literal["auto", "blocking", "layerwise", "assist"]
+Switch = Literal["off", "auto", "on"]
+"""A mechanism's option. `auto`: on while it is predicted to pay."""
 _Count = Annotated[int, Meta(ge=1)]
 
 
@@ -28,11 +30,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of adapters on the device and in host memory: a name of `policies.memory.eviction.EVICTIONS`."""
     prefetch: Annotated[int, Meta(ge=0)] = 0
     """Waiting requests whose adapters are copied before their turn."""
-    foresight: bool = False
+    foresight: Switch = "off"
     """Adapters are brought before a request asks for them."""
     cold_start: ColdStartName = "auto"
     """How requests start while their adapter is being copied, where copies run beside the steps."""
-    merge: bool = False
+    merge: Switch = "off"
     """The adapter of most requests is merged into a copy of the weights."""
 
 

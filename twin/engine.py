@@ -68,7 +68,7 @@ class Engine:
         self._copies = Copies(link, spec.perf) if link is not None else None
         self.batches: BatchCore[Live] = batch_core(
             DeviceMemory.of(spec.limits),
-            spec.options,
+            spec.engine_options,
             max_running=spec.limits.max_running,
             perf=spec.perf,
             layers=link.layers if link is not None else None,

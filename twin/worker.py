@@ -88,7 +88,7 @@ class Worker:
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._ticks = False
         self._landing: list[Entry[Live]] = []  # requests whose KV blocks have come
-        if spec.options.foresight:
+        if spec.options.foresight != "off":
             self._tick(TICK_PS)
 
     # ---- requests

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging, Modes
 from motet.policies.step.merged_copy import MERGE
 from motet.policies.times.perf_model import MIB
@@ -51,3 +53,9 @@ class WorkerSpec:
     merged_copy: MergedCopyModel | None = None  # for `options.merge`
     merging: MergeConfig = MERGE  # its constants
     in_place: MergeInPlace | None = None
+
+    @property
+    def engine_options(self) -> WorkerOptions:
+        """The options of its engine, in which `auto` does not merge where the size of a merged copy is not known."""
+        options = self.options
+        return replace(options, merge="off") if options.merge == "auto" and self.merged_copy is None else options

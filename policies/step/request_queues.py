@@ -4,6 +4,7 @@
 memory last. This module decides about the order, that one about memory.
 
     fcfs        by priority, due time and arrival (no object: `batch_admission` does it)
+    auto        as fcfs
     motet       one queue by due time, delayed in proportion to the request's size and to the service of its tenant and adapter
 
 Others to compare with, such as Chameleon's queues by size with quotas, are in bench/rivals. Plug-ins add their own to `QUEUES`
@@ -156,7 +157,9 @@ class MakeQueues(Protocol):
         """`total_tokens`: what KV cache and adapter memory hold together; `token_bytes`: the KV bytes of one token."""
 
 
-QUEUES: Table[MakeQueues] = Table({"fcfs": lambda **memory: None, "motet": lambda **memory: PutOff()})
+QUEUES: Table[MakeQueues] = Table(
+    {"fcfs": lambda **memory: None, "auto": lambda **memory: None, "motet": lambda **memory: PutOff()}
+)
 
 
 def make_queues(name: str, *, total_tokens: float, token_bytes: float) -> Queues[S] | None:

@@ -85,7 +85,7 @@ def batch_core(
     steps wait for them. `merging`: constants of `options.merge`. `modes`: of an engine that changes its weights in place.
     """
     cold = ColdStarts(layers, options.max_step_tokens, options.cold_start) if layers is not None else None
-    if options.merge:
+    if options.merge != "off":
         modes = Merging(NOTHING_KNOWN, merging)
     return BatchCore(
         AdmissionLimits(max_running=max_running, max_step_tokens=options.max_step_tokens, prefetch=options.prefetch),
@@ -101,7 +101,7 @@ def batch_core(
         shared=memory.shared,
         queues=_queues(memory, options),
         modes=modes,
-        copies=perf if options.merge else None,
+        copies=perf if options.merge != "off" else None,
     )
 
 
@@ -128,7 +128,7 @@ def worker_core(
         view=view,
         host=HostTier(host_bytes, disk_bytes, files=files, eviction=options.eviction),
         max_requests=view.limits.max_running + view.limits.max_waiting,
-        foresight=Foresight() if options.foresight else None,
+        foresight=Foresight() if options.foresight != "off" else None,
     )
 
 

@@ -24,7 +24,7 @@ from motet.shared.config import (
     ServiceConfig,
 )
 from motet.shared.tables import Table
-from motet.shared.worker_options import WorkerOptions
+from motet.shared.worker_options import Switch, WorkerOptions
 
 ENGINES: Table[str] = Table(
     {
@@ -205,19 +205,19 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         ),
     ] = 0
     adapter_foresight: Annotated[
-        bool,
+        Switch,
         Meta(
             description="load adapters that are likely to be requested soon to host memory and to the device, while nothing"
-            " else is being copied",
+            " else is being copied; auto: while these forecasts come true",
             extra=EXPERT,
         ),
-    ] = False
+    ] = "off"
     merge: Annotated[
-        Literal["off", "on"],
+        Switch,
         Meta(
             description="on: merge the adapter of most requests into a copy of the weights, made between the steps in free KV"
-            " memory. Other requests pause while it is merged. Not with quantized weights; on a CPU not with --device-memory"
-            " fixed"
+            " memory. Other requests pause while it is merged. auto: only while that is measured to be faster, in memory that"
+            " nothing else uses. Not with quantized weights; on a CPU not with --device-memory fixed"
         ),
     ] = "off"
     adapter_cache_dir: Annotated[
@@ -241,10 +241,10 @@ class ColdConfig(Config, frozen=True, kw_only=True):
         ),
     ] = "auto"
     assist_processes: Annotated[
-        int,
+        Annotated[int, Meta(ge=0)] | Literal["auto"],
         Meta(
-            ge=0,
-            description="number of CPU LoRA processes, which compute adapters that are still being copied; each uses a core",
+            description="number of CPU LoRA processes, which compute adapters that are still being copied; each uses a core."
+            " auto: none on a CPU, which has no cores to spare; on a GPU up to 4 of the cores that the service leaves",
         ),
     ] = 0
     assist_cores: Annotated[
@@ -257,15 +257,20 @@ class ColdConfig(Config, frozen=True, kw_only=True):
     ] = ""
 
     @property
+    def processes(self) -> int:
+        """How many CPU LoRA processes there are; none for `auto`, until the engine knows its device and replaces it."""
+        return 0 if self.assist_processes == "auto" else self.assist_processes
+
+    @property
     def core_ids(self) -> tuple[int, ...]:
         """A core for each of --assist-processes. Raises ConfigError when there are not that many, or not the ones named."""
         allowed = sorted(os.sched_getaffinity(0))
         named = [int(core) for core in self.assist_cores.split(",") if core]
         if not set(named) <= set(allowed):
             raise ConfigError(f"--assist-cores: {self.assist_cores}, this process may run on {', '.join(map(str, allowed))}")
-        cores = named or allowed[-self.assist_processes :] if self.assist_processes else []
-        if len(set(cores)) != self.assist_processes:
-            raise ConfigError(f"--assist-processes: {self.assist_processes} processes need a core each of {len(set(cores))}")
+        cores = named or allowed[-self.processes :] if self.processes else []
+        if len(set(cores)) != self.processes:
+            raise ConfigError(f"--assist-processes: {self.processes} processes need a core each of {len(set(cores))}")
         return tuple(cores)
 
 
@@ -291,7 +296,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             prefetch=self.adapters.adapter_prefetch,
             foresight=self.adapters.adapter_foresight,
             cold_start=self.cold.cold_start,
-            merge=self.adapters.merge == "on",
+            merge=self.adapters.merge,
         )
 
     @property
@@ -304,7 +309,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     @property
     def engine_threads(self) -> int:
         """How many CPU threads the engine uses: as asked, or every core this process may run on but those of assistants."""
-        return self.engine.threads or max(1, len(os.sched_getaffinity(0)) - self.cold.assist_processes)
+        return self.engine.threads or max(1, len(os.sched_getaffinity(0)) - self.cold.processes)
 
 
 def lora_bytes_for(config: AdaptersConfig, *, rank_bytes: int, free_bytes: int, on_cpu: bool) -> int:

@@ -102,7 +102,7 @@ async def measure(
     """
     adapters = msgspec.structs.replace(config.adapters, merge="off")  # a profile says what steps with LoRA take
     measured = await _measure(msgspec.structs.replace(config, adapters=adapters), model_dir, seconds, progress)
-    if config.options.merge:
+    if config.options.merge == "on":
         measured.merge = await _merge_facts(config, model_dir)
     return measured
 

@@ -25,6 +25,7 @@ from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter
 from motet.shared.errors import WorkerLost
 from motet.shared.wire.stream import StreamItem
+from motet.shared.worker_options import Switch
 from tests.services.worker.support_engine import ModelRunner, make_engine
 from tests.support import eventually
 from tests.support_models import make_adapters, make_checkpoint
@@ -36,7 +37,7 @@ Deliver = Callable[[StepReport], None]
 
 
 def native(
-    model_dir: Path, deliver: Deliver, kernels: str, isa: str = "", merge: bool = False, **runner_options: Any
+    model_dir: Path, deliver: Deliver, kernels: str, isa: str = "", merge: Switch = "off", **runner_options: Any
 ) -> EngineProtocol:
     """Motet's own engine with these kernels, compiled for this instruction set."""
 
@@ -73,7 +74,7 @@ ENGINES: dict[str, Callable[[Path, Deliver], EngineProtocol]] = {
     f"native, {isa} kernels": partial(native, kernels="cpu", isa=isa) for isa in ISAS
 }
 ENGINES["native, reference kernels"] = partial(native, kernels="reference")
-ENGINES["native, merging"] = partial(native, kernels="cpu", elastic=True, merge=True)
+ENGINES["native, merging"] = partial(native, kernels="cpu", elastic=True, merge="on")
 ENGINES["native, int8 KV cache"] = partial(native, kernels="cpu", kv_cache_dtype="int8")
 if os.environ.get("MOTET_TEST_VLLM"):  # `make test-vllm`
     ENGINES = {VLLM: vllm}

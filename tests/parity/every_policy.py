@@ -95,7 +95,8 @@ def prepared(
 ) -> tuple[Engine, Workload, list[EngineRequest], dict[str, Any]]:
     """The live engine, its requests for both, and the options of both."""
     policies: dict[str, Any] = {
-        "queues": setting.queues, "eviction": setting.eviction, "prefetch": 2, "cold_start": "blocking", "merge": setting.merge,
+        "queues": setting.queues, "eviction": setting.eviction, "prefetch": 2, "cold_start": "blocking",
+        "merge": "on" if setting.merge else "off",
     }  # fmt: skip
     more: dict[str, Any] = {"lora_bytes": 1 << 20, "runner_options": {"elastic": True}} if setting.shared else {}
     engine = make_engine(

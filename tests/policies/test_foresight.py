@@ -196,7 +196,7 @@ def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -
         output_tokens=np.full(600, 4),
     )
     link = LinkModel(bytes_per_s=1e9, layers=4)
-    options = WorkerOptions(max_loras=slots, eviction="lru", foresight=foresight, cold_start="blocking")
+    options = WorkerOptions(max_loras=slots, eviction="lru", foresight="on" if foresight else "off", cold_start="blocking")
     cluster = Cluster(load, [replace(spec(), link=link, options=options)], None)
     cluster.run()
     cluster.workers[0].engine.batches.check()

@@ -26,6 +26,7 @@ from motet.services.worker.native.checkpoint import parameters
 from motet.services.worker.native.device_memory import edge_bytes, kv_bytes_per_block, pages_of
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.loader import resolve_dtype
+from motet.services.worker.native.settled import settled
 from motet.shared.checkpoint_digest import checkpoint_digest
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
@@ -62,9 +63,11 @@ def assemble(
         raise ConfigError(
             f"--max-step-tokens: {config.batch.max_step_tokens} rows have no room for --max-running {config.batch.max_running}"
         )
-    device = device_of(config.engine.device)
+    device, asked = device_of(config.engine.device), config.cold.assist_processes
     try:
         model = read_model_config(model_dir)
+        quantization = quantization_of(config.engine.quantization, model)
+        config = settled(config, device=device, quantization=quantization, shares_memory=shares_memory(config, device))
         if config.batch.max_model_len > model.max_model_len:
             raise ConfigError(f"--max-model-len: {config.batch.max_model_len} is more than the model's {model.max_model_len}")
         kv_blocks, lora_bytes = memory_of(config, model, model_dir, device)
@@ -73,7 +76,7 @@ def assemble(
     except (UnsupportedModel, UnusableFile) as error:
         raise ConfigError(f"--model: {error}") from None
     ends = () if end is None or end >= model.vocab_size else (end,)  # a token without an embedding is never drawn
-    _check_copies(config, runner, link_bytes_per_s)
+    _check_copies(asked, runner, link_bytes_per_s)
     max_model_len = min(config.batch.max_model_len or model.max_model_len, kv_blocks * config.kv.block_size)
     engine = Engine(
         runner,
@@ -92,7 +95,7 @@ def assemble(
         config,
         runner,
         device=device,
-        quantization=quantization_of(config.engine.quantization, model),
+        quantization=quantization,
         max_model_len=max_model_len,
         kv_blocks=kv_blocks,
         kv_format=kv_format,
@@ -132,7 +135,7 @@ def _backend_options(
         max_lora_rank=config.adapters.max_lora_rank,
         max_loras=config.adapters.max_loras,
         elastic=shares_memory(config, device),
-        merge=config.options.merge,
+        merge=config.options.merge != "off",
         threads=config.engine_threads,
         quantization=config.engine.quantization,
         packed_weights_dir=config.engine.packed_weights_dir,
@@ -194,10 +197,10 @@ def _copies(config: WorkerConfig, runner: Backend) -> Literal["stall", "wait", "
     return "bridged" if runner.assist is not None and config.cold.cold_start in ("auto", "assist") else "wait"
 
 
-def _check_copies(config: WorkerConfig, runner: Backend, link_bytes_per_s: float) -> None:
-    """Raise ConfigError when an emulated link or CPU LoRA processes are not possible."""
-    if config.cold.assist_processes and runner.assist is None:
-        raise ConfigError(f"--assist-processes: {config.cold.assist_processes} asked for, which need the compiled CPU kernels")
+def _check_copies(processes: int | Literal["auto"], runner: Backend, link_bytes_per_s: float) -> None:
+    """Raise ConfigError when an emulated link or CPU LoRA processes are asked for and not possible."""
+    if processes not in (0, "auto") and runner.assist is None:
+        raise ConfigError(f"--assist-processes: {processes} asked for, which need the compiled CPU kernels")
     if link_bytes_per_s and math.isinf(runner.link.bytes_per_s):
         raise ConfigError("an emulated link needs the compiled CPU kernels")
 

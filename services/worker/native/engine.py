@@ -76,7 +76,7 @@ class Engine:
             block_bytes=runner.kv_block_bytes,
             shared=runner.elastic,
         )
-        assert options.merge == (runner.merged is not None), "an engine merges if its backend can"
+        assert (options.merge != "off") == (runner.merged is not None), "an engine merges if its backend can"
         self._core: BatchCore[LiveSequence] = batch_core(
             memory,
             options,

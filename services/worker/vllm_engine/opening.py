@@ -31,7 +31,7 @@ def open_vllm(config: WorkerConfig, model_dir: Path, wiring: Wiring) -> Opened:
         raise ConfigError("--kv-cache-dtype: with --engine vllm it is vLLM's own, in --engine-args")
     if config.adapters.merge == "on":
         raise ConfigError("--merge on: vLLM computes every adapter beside the weights; only the native engine merges one")
-    if config.cold.assist_processes:
+    if config.cold.processes:
         raise ConfigError("--assist-processes: only the native engine has CPU LoRA processes")
     dtype = config.engine.dtype if config.engine.dtype != "auto" else stored_type(model_dir)
     slot_bytes = _slot_bytes(model_dir, padded_rank(config.adapters.max_lora_rank), 4 if dtype == "float32" else 2)

@@ -149,7 +149,7 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
             lora_bytes=lora_bytes,
             max_lora_rank=64,
             max_loras=decides.max_loras,
-            merge=decides.merge,
+            merge=decides.merge != "off",
             threads=1,  # tiny matrices: more would only wait for each other
             **runner_options,
         )

@@ -31,6 +31,7 @@ from motet.services.worker.native.merged_model import MergedModel
 from motet.services.worker.native.model import Model
 from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.config import ConfigError
+from motet.shared.worker_options import Switch
 from tests.services.worker.support_engine import BLOCK_SIZE, Run, make_engine, request, run, wiring
 from tests.support_models import AdapterFixture, make_adapters, make_checkpoint, random_prompts
 
@@ -78,7 +79,7 @@ def untied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Case(UNTIED, request.param, tmp_path_factory.mktemp("merging-untied"))
 
 
-def merging(case: Case, *, merge: bool = True, merge_config: MergeConfig = UNTUNED, **options: Any) -> Engine:
+def merging(case: Case, *, merge: Switch = "on", merge_config: MergeConfig = UNTUNED, **options: Any) -> Engine:
     engine = make_engine(
         case.model_dir, runner_options={"elastic": True, "kernels": case.kernels}, merge=merge, merging=merge_config, **options
     )
@@ -121,7 +122,7 @@ def test_the_answer_to_a_request_is_the_same_in_either_mode_here(case: Case) -> 
     requests = [request(str(i), prompt, case.adapters[ALL_MODULES]) for i, prompt in enumerate(prompts)]
     engine = merging(case)
     whole_copy(engine, case, ALL_MODULES)
-    assert run(engine, requests).tokens == run(merging(case, merge=False), requests).tokens
+    assert run(engine, requests).tokens == run(merging(case, merge="off"), requests).tokens
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -138,7 +139,7 @@ def test_switches_under_random_traffic_lose_nothing_and_change_no_answer(untied:
     result = run(engine, requests, per_step=1)
     assert 0 < merged_steps(result) < len(result.steps)
     assert sum(stats.merging.resting for stats in result.steps if stats.merging) > 0
-    assert result.tokens == run(merging(untied, merge=False, max_running=8), requests).tokens
+    assert result.tokens == run(merging(untied, merge="off", max_running=8), requests).tokens
 
 
 # ---- resumed requests, and K and V of either mode
@@ -149,7 +150,8 @@ def test_switches_under_random_traffic_lose_nothing_and_change_no_answer(untied:
 def test_a_request_that_another_worker_began_in_the_same_mode_continues_as_it_would_have(
     untied: Case, merged: bool, temperature: float
 ) -> None:
-    first, second = merging(untied, merge=merged), merging(untied, merge=merged)
+    merge: Switch = "on" if merged else "off"
+    first, second = merging(untied, merge=merge), merging(untied, merge=merge)
     if merged:
         for engine in (first, second):
             whole_copy(engine, untied, ALL_MODULES)
@@ -261,7 +263,7 @@ def test_a_copy_is_given_up_for_requests_that_need_its_memory(untied: Case) -> N
     requests = [request(str(i), prompt, max_tokens=120) for i, prompt in enumerate(random_prompts(16, seed=3))]
     result = run(engine, requests)
     assert claim.size_bytes == engine.runner.merged.nbytes == 0
-    assert result.tokens == run(merging(untied, merge=False, kv_blocks=200), requests).tokens
+    assert result.tokens == run(merging(untied, merge="off", kv_blocks=200), requests).tokens
 
 
 def test_without_spare_memory_no_copy_is_made(untied: Case) -> None:
@@ -291,7 +293,7 @@ def test_the_copy_of_an_adapter_that_was_deleted_goes(untied: Case) -> None:
 )
 def test_a_backend_that_cannot_merge_refuses_with_the_reason(untied: Case, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        make_engine(untied.model_dir, runner_options={"elastic": True} | options, merge=True)
+        make_engine(untied.model_dir, runner_options={"elastic": True} | options, merge="on")
 
 
 def test_vllm_refuses_to_merge(untied: Case) -> None:

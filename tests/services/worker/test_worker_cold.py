@@ -78,7 +78,7 @@ async def test_a_pinned_adapter_is_on_the_device_before_any_request(start, adapt
 
 
 async def test_an_adapter_that_is_likely_to_be_asked_for_comes_back_to_the_device(start, adapters):
-    worker = await start(**options("auto"), adapter_foresight=True)
+    worker = await start(**options("auto"), adapter_foresight="on")
     ref = await worker.mesh.publish_adapter(adapters[3])
     for _ in range(3):
         request = generate([1, 2, 3], adapter=ref)
