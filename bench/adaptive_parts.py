@@ -21,7 +21,7 @@ from bench.cpu_assist_twin import CORE_SHARE, ELEMENT_BYTES, FLOPS_PER_ELEMENT, 
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.times.perf_model import MIB
 from motet.shared.model import MODULES, PerfModel, Slo, WorkerLimits
-from motet.shared.worker_options import WorkerOptions
+from motet.shared.worker_options import Switch, WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.link import LinkModel
 from motet.twin.memory import LLAMA2_7B
@@ -86,22 +86,22 @@ LOADS: dict[str, Load] = {
 class Setting:
     """What is on."""
 
-    merge: Any = False
-    rebalance: Any = False
+    merge: Switch = "off"
+    rebalance: bool = False
     queues: str = "fcfs"
-    foresight: Any = False
-    assist: Any = 0
+    foresight: Switch = "off"
+    assist: int = 0
 
 
 OFF = Setting()
 SETTINGS = {
     "off": OFF,
-    "merge": replace(OFF, merge=True),
+    "merge": replace(OFF, merge="on"),
     "rebalance": replace(OFF, rebalance=True),
     "queues": replace(OFF, queues="motet"),
-    "foresight": replace(OFF, foresight=True),
+    "foresight": replace(OFF, foresight="on"),
     "assist": replace(OFF, assist=PROCESSES),
-    "all on": Setting(merge=True, rebalance=True, queues="motet", foresight=True, assist=PROCESSES),
+    "all on": Setting(merge="on", rebalance=True, queues="motet", foresight="on", assist=PROCESSES),
 }
 
 
