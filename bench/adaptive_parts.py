@@ -54,7 +54,7 @@ class Load:
     rate: float  # of all workers, per second
     measure: str
     ranks: dict[int, float]
-    seconds: float = 60.0
+    seconds: float = 120.0
     prompt: float = 200.0  # tokens, means
     output: float = 100.0
     burst: tuple[float, float, float] | None = None
@@ -67,7 +67,7 @@ class Load:
 LOADS: dict[str, Load] = {
     "uniform": Load(shares=np.full(64, 1 / 64), rate=24.0, measure="latency", ranks={32: 1.0}),
     "one hot adapter": Load(
-        shares=np.r_[0.97, np.full(31, 0.03 / 31)], rate=26.0, measure="latency", ranks={64: 1.0}, seconds=120.0
+        shares=np.r_[0.97, np.full(31, 0.03 / 31)], rate=26.0, measure="latency", ranks={64: 1.0}, seconds=240.0, memory_gib=48.0
     ),
     "burst on one adapter": Load(
         shares=np.full(64, 1 / 64), rate=18.0, measure="goodput", ranks={32: 1.0}, burst=(0.4, 0.6, 24.0)
@@ -77,7 +77,7 @@ LOADS: dict[str, Load] = {
     ),
     "overload 1.3 x": Load(shares=zipf(64), rate=46.0, measure="goodput", ranks={8: 1.0, 16: 1.0, 32: 1.0, 64: 1.0}),
     "memory bound": Load(
-        shares=zipf(64), rate=8.0, measure="goodput", ranks={32: 1.0, 64: 1.0}, prompt=500.0, output=250.0, memory_gib=10.0
+        shares=zipf(64), rate=8.0, measure="goodput", ranks={32: 1.0, 64: 1.0}, prompt=500.0, output=250.0, memory_gib=10.0, seconds=400.0
     ),
 }
 
@@ -87,7 +87,7 @@ class Setting:
     """What is on."""
 
     merge: Switch = "off"
-    rebalance: bool = False
+    rebalance: Switch = "off"
     queues: str = "fcfs"
     foresight: Switch = "off"
     assist: int = 0
@@ -97,11 +97,12 @@ OFF = Setting()
 SETTINGS = {
     "off": OFF,
     "merge": replace(OFF, merge="on"),
-    "rebalance": replace(OFF, rebalance=True),
+    "rebalance": replace(OFF, rebalance="on"),
+    "rebalance auto": replace(OFF, rebalance="auto"),
     "queues": replace(OFF, queues="motet"),
     "foresight": replace(OFF, foresight="on"),
     "assist": replace(OFF, assist=PROCESSES),
-    "all on": Setting(merge="on", rebalance=True, queues="motet", foresight="on", assist=PROCESSES),
+    "all on": Setting(merge="on", rebalance="on", queues="motet", foresight="on", assist=PROCESSES),
 }
 
 
