@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import rivals  # noqa: F401 - registers policies
 from bench.chameleon_parts import STEPS
 from bench.cpu_assist_twin import CORE_SHARE, ELEMENT_BYTES, FLOPS_PER_ELEMENT, GFLOPS, PROCESSES, READ_GBPS, START_MS
 from motet.policies.step.cold_start import AssistRates

@@ -23,6 +23,10 @@ FIRST_S, LONGEST_S = 10.0, 640.0
 FOLLOWED = 256
 """Requests that are followed at a time, at most."""
 LEARNING = 0.1
+HALF_MS = 125.0
+"""Half the time between two looks."""
+LEAST_MS = 500.0
+"""Shorter waits are not followed, as looks do not tell their length."""
 BOUNDS = 0.25, 4.0
 """Of the correction."""
 
@@ -59,7 +63,7 @@ class MoveCheck:
 
     def stays(self, request_id: str, worker_id: str, now_s: float, wait_ms: float) -> None:
         """The request is the last of its queue and is predicted to wait so long."""
-        if request_id not in self._followed and len(self._followed) < FOLLOWED:
+        if wait_ms >= LEAST_MS and request_id not in self._followed and len(self._followed) < FOLLOWED:
             self._followed[request_id] = _Followed(worker_id, now_s, wait_ms / self.longer, False)
 
     def moved(self, request_id: str, to: str, now_s: float, waits_ms: tuple[float, float]) -> None:
@@ -75,7 +79,7 @@ class MoveCheck:
             if brief is not None and brief.phase != "running":
                 continue
             del self._followed[request_id]
-            had_ms = 1000.0 * (now_s - one.since_s)
+            had_ms = 1000.0 * (now_s - one.since_s) - HALF_MS  # it ran since the last look
             if one.moved:
                 self._judge(one.here_ms - had_ms, now_s)
             elif brief is not None:

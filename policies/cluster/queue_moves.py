@@ -30,11 +30,15 @@ from motet.policies.cluster.holders import ON_HOST
 from motet.policies.cluster.migration_plan import Moved, Plan, PlanConfig
 from motet.policies.cluster.move_check import MoveCheck
 from motet.policies.cluster.rebalance import EVEN, Pressure, RebalanceConfig
+from motet.policies.cluster.shared_cost import turns
+from motet.policies.cluster.worker_load import tokens_left
 from motet.policies.times.perf_model import Floats
 from motet.shared.model import RequestBrief
 
 MOST = 64
 """Requests that move at a time."""
+LEAST_GAIN_MS = 250.0
+"""A smaller gain could not be checked: waits are looked at every quarter of a second."""
 REST_S = 10.0
 """A request that moved stays for this time."""
 SIZES_KEPT = 4096
@@ -144,7 +148,7 @@ class QueueMoves:
                 movable[source] = _movable(state, state.ids[queues.rows[source]], self._moved_s)
             brief = movable[source].pop() if movable[source] else None
             there = queues.there_ms(brief, source, self._copy_ms(state, queues, brief)) if brief is not None else None
-            if brief is None or there is None or there.min() >= EVEN * waits[source]:
+            if brief is None or there is None or there.min() >= min(EVEN * waits[source], waits[source] - LEAST_GAIN_MS):
                 waits[source] = 0.0  # nothing moves from here
                 continue
             to = int(np.argmin(there))
@@ -185,48 +189,40 @@ def _movable(state: ClusterState, worker_id: str, rest: Mapping[str, float] | tu
 
 
 class _Queues:
-    """The queues of the workers in `rows`, as they would be after moves."""
+    """The queues of the workers in `rows`, as they would be after moves. Waits are those of `shared_cost`."""
 
     def __init__(self, state: ClusterState, rows: NDArray[np.intp], avg_resp_len: float, longer: float) -> None:
-        t = {name: state.table[name][rows] for name in _COLUMNS}
-        self.rows, self._t, self._longer = rows, t, longer
-        self._state = state
-        running = np.maximum(1.0, t["running"])
-        self._turn_ms = np.where(t["running"] > 0, longer * t["step_ms"] * avg_resp_len / running, 0.0)
-        self._each = np.maximum(1.0, (t["kv_tokens_total"] - t["kv_tokens_free"]) / running)
-        self._prefill_ms = t["queue_ms"]  # its base too, also without a queue
+        self.rows, self._state = rows, state
+        self._t = t = {name: state.table[name][rows] for name in _COLUMNS}
+        self._answer_ms = longer * avg_resp_len * t["step_ms"]
+        self._longer = longer
 
-    def _behind(self, more: float, tokens: float) -> Floats:
-        """Running requests that have to end before so many more, with so many tokens, have a seat and memory."""
-        t = self._t
-        seatless = t["exists"] + more - t["max_running"]
-        short = (t["queue_tokens"] + tokens - t["kv_tokens_free"]) / self._each
-        found: Floats = np.maximum(0.0, np.maximum(seatless, np.where(np.isfinite(short), short, 0.0)))
-        return found
+    def _wait_ms(self, behind: Floats, lacking: Floats, own_ms: Floats | float) -> Floats:
+        return self._answer_ms * turns(self._t, behind, lacking) + self._longer * (self._t["queue_ms"] + own_ms)
 
     def wait_ms(self) -> Floats:
         """What the last request of each queue is predicted to wait; 0 without one."""
-        wait: Floats = self._behind(0.0, 0.0) * self._turn_ms + self._longer * self._prefill_ms
-        return np.where(self._t["queued"] > 0, wait, 0.0)
+        t = self._t
+        wait = self._wait_ms(t["exists"] - t["max_running"], t["kv_tokens_promised"] - t["kv_tokens_free"], 0.0)
+        return np.where(t["queued"] > 0, wait, 0.0)
 
     def there_ms(self, brief: RequestBrief, source: int, copy_ms: Floats | float) -> Floats:
         """What this request of the worker `source` would wait on each other worker."""
         t, tokens = self._t, float(brief.prompt_tokens)
-        own_ms = t["prefill_token_ms"] * tokens
-        wait: Floats = self._behind(1.0, tokens) * self._turn_ms + self._longer * (self._prefill_ms + own_ms)
+        lacking = tokens + tokens_left(brief) + t["kv_tokens_promised"] - t["kv_tokens_free"]
+        wait = self._wait_ms(t["exists"] - t["max_running"] + 1.0, lacking, t["prefill_token_ms"] * tokens)
         wait = wait + copy_ms + t["step_ms"][source]
         wait[source] = np.inf
         return np.where((t["exists"] >= t["max_requests"]) | t["refusing"], np.inf, wait)
 
     def shift(self, brief: RequestBrief, source: int, to: int) -> None:
         """The request moves."""
-        t = self._t
+        t, tokens = self._t, float(brief.prompt_tokens)
         for at, sign in ((source, -1.0), (to, 1.0)):
-            tokens = sign * brief.prompt_tokens
             t["exists"][at] += sign
             t["queued"][at] += sign
-            t["queue_tokens"][at] += tokens
-            self._prefill_ms[at] += t["prefill_token_ms"][at] * tokens
+            t["kv_tokens_promised"][at] += sign * (tokens + tokens_left(brief))
+            t["queue_ms"][at] += sign * t["prefill_token_ms"][at] * tokens
 
     def late(self, waits: Floats) -> int:
         """Workers where a request waits for longer than its objective."""
@@ -238,6 +234,6 @@ class _Queues:
 
 
 _COLUMNS = (
-    "exists", "running", "queued", "max_running", "max_requests", "refusing", "queue_tokens", "queue_ms", "step_ms",
-    "kv_tokens_free", "kv_tokens_total", "prefill_token_ms",
+    "exists", "running", "queued", "max_running", "max_requests", "refusing", "queue_ms", "step_ms", "kv_tokens_free",
+    "kv_tokens_promised", "kv_tokens_total", "prefill_token_ms",
 )  # fmt: skip

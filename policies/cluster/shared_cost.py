@@ -124,7 +124,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     tpot = step + per_token * perf.prefill_base_ms
     spare = t["kv_tokens_free"] - t["kv_tokens_promised"]
     if state.crowded or spare[spare.argmin()] < ask.tokens + out:
-        room = length * step * _turns(t, n - t["max_running"] + 1.0, tokens + out - spare)
+        room = length * step * turns(t, n - t["max_running"] + 1.0, tokens + out - spare)
         wait += room
         others += per_token * room
     cost = others
@@ -164,7 +164,7 @@ def _young(t: Mapping[str, NDArray], now_ms: NDArray, step_ms: Floats, age: Floa
     return np.maximum(running, queued, out=running)
 
 
-def _turns(t: Mapping[str, NDArray], behind: Floats, lacking: Floats) -> Floats:
+def turns(t: Mapping[str, NDArray], behind: Floats, lacking: Floats) -> Floats:
     """Time until there is room, as a share of the time that an average answer takes.
 
     In that time every seat becomes free once, and so do all used KV tokens. `behind` requests lack a seat. `lacking` tokens are
