@@ -111,6 +111,7 @@ class Copy:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
+    parser.add_argument("--merge", choices=("on", "auto"), default="on", help="the option of the worker that merges")
     parser.add_argument("--model", choices=sorted(SHAPES), default="", help="shape of the model (bench/models.py); M and S")
 
 
@@ -120,17 +121,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for model in models:
         size = QUICK if args.quick else SIZES.get(model, Size())
-        found[model] = asyncio.run(_measure(model, replace(size, phase_s=args.seconds or size.phase_s), args.watch))
+        found[model] = asyncio.run(_measure(model, replace(size, phase_s=args.seconds or size.phase_s), args.watch, args.merge))
     _show(found)
     model = min(models, key=lambda name: found[name]["unmerged_vs_base"])
     head = {
         name: found[model][name]
         for name in ("gap_recovered", "mixed_vs_unmerged", "worst_itl_ratio", "copy_work_ms", "switch_ms")
     }
-    return head | {"model": model, "by_model": found, "goals": GOALS}
+    return head | {"merge": args.merge, "model": model, "by_model": found, "goals": GOALS}
 
 
-async def _measure(model: str, size: Size, watch: Watch) -> dict[str, Any]:
+async def _measure(model: str, size: Size, watch: Watch, merge_option: str) -> dict[str, Any]:
     directory, _ = model_and_adapters(model)
     options = {
         "kv_memory_gib": "2",
@@ -141,7 +142,7 @@ async def _measure(model: str, size: Size, watch: Watch) -> dict[str, Any]:
     }
     async with AsyncExitStack() as stack:
         workers = []
-        for merge in ("off", "on"):
+        for merge in ("off", merge_option):
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-bench-")))
             workers.append(
                 await stack.enter_async_context(LiveWorker(directory, options | {"merge": merge}, home, records=True))

@@ -179,6 +179,13 @@ class RequestBrief(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: int = 0  # of its prompt, that are expected in the worker's prefix cache
 
 
+class Mechanism(msgspec.Struct, frozen=True):
+    """Whether a mechanism of a worker is in use, and the reason, for people. `waiting`: it is, as soon as it pays."""
+
+    state: Literal["on", "waiting", "off"]
+    why: str
+
+
 class Residency(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An adapter version held by a worker and the fastest tier it is in."""
 

@@ -6,6 +6,7 @@ from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import StepPlan
 from motet.policies.step.merge_decision import Modes
 from motet.policies.step.merged_copy import CopySlices
+from motet.policies.step.paying_merge import LONG
 from motet.twin.events import PS_PER_MS, to_ps
 from motet.twin.metrics import Metrics
 from motet.twin.run import Live, Run
@@ -19,6 +20,7 @@ class MergedSteps:
         if batches.copy is not None and spec.merged_copy is None:
             raise ValueError("merge: the worker's profile does not say how large a merged copy is; measure it with --merge on")
         self._modes, self._metrics, self._state, self._copy = modes, metrics, batches.state, batches.copy
+        self._batches = batches
         self._slices = CopySlices(batches.copy, ms=1 / PS_PER_MS) if batches.copy is not None else None
         self._make_ps = spec.merged_copy.make_ps if spec.merged_copy is not None else 0
         self._change_ps = to_ps(spec.in_place.costs.switch_ms) if spec.in_place is not None else 0
@@ -65,10 +67,15 @@ class MergedSteps:
         """How many steps run until modes or copy may change."""
         if plan.switched or plan.copy_started:
             return 1
+        if not self._batches.weighs:
+            return LONG
         return self._modes.steady() if self._copy is None else min(self._modes.steady(), self._copy.steady)
 
     def ran(self, run: Run, steps: int) -> None:
         """The first `steps` steps of the run have ended."""
+        if not self._batches.weighs:
+            self._metrics.unmerged_steps += steps
+            return
         if self._copy is not None:
             for step in range(steps):
                 self._last_ps = run.first_ps + step * run.growth_ps - run.slice_ps

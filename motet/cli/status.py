@@ -63,6 +63,8 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             f"{worker['worker_id']} has {escape(name)} merged into its weights: {worker['merged_share']:.0%} of its requests",
             highlight=False,
         )
+    for line in mechanism_lines(answer["workers"]):
+        console.print(escape(line), highlight=False)
     for line in kernel_lines(answer["workers"]):
         console.print(f"[yellow]{escape(line)}[/]", highlight=False)
     for line in refused_lines(answer.get("refused_adapters") or {}):
@@ -75,6 +77,16 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
 def counted(count: int, noun: str) -> str:
     """`count` and the noun in its number: "1 adapter", "2 adapters"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def mechanism_lines(workers: list[dict[str, Any]]) -> list[str]:
+    """A line for each worker: which mechanisms turn on by themselves, whether they are on now, and why."""
+    lines = []
+    for worker in workers:
+        told = [f"{name} {one['state']} ({one['why']})" for name, one in sorted(worker.get("mechanisms", {}).items())]
+        if told:
+            lines.append(f"{worker['worker_id']}: {'; '.join(told)}")
+    return lines
 
 
 def kernel_lines(workers: list[dict[str, Any]]) -> list[str]:

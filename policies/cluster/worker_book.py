@@ -21,11 +21,11 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from motet.shared.model import RequestBrief, Residency, WorkerLimits
+from motet.shared.model import Mechanism, RequestBrief, Residency, WorkerLimits
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
 HEARTBEAT_S = 0.5
@@ -84,6 +84,7 @@ class Known:
     draining: bool = False
     merged: str = ""  # digest of the adapter in its weights, as of the last snapshot
     merged_share: float = 0.0  # of its requests
+    mechanisms: Mapping[str, Mechanism] = field(default_factory=dict)  # as of the last snapshot
 
     def take(self, word: WorkerSnapshot | WorkerDelta, now_s: float) -> None:
         """Take in the facts that every message states in full."""
@@ -147,7 +148,7 @@ class WorkerBook:
             self.gaps += 1
         known.listed = said.prefixes is not None or (known.listed and said.seq == known.seq + 1)
         known.limits, known.in_sync, known.snapshot_s = said.limits, True, now_s
-        known.merged, known.merged_share = said.merged, said.merged_share
+        known.merged, known.merged_share, known.mechanisms = said.merged, said.merged_share, said.mechanisms
         known.take(said, now_s)
         self._reader.whole(known, said, now_s)
         return True

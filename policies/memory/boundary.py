@@ -44,6 +44,9 @@ RESERVE = 4
 """One in this many bytes of a claim's share is left to it when the other claim grows beyond its own. So a burst of requests, as
 when another worker has died, finds room without a move of the boundary."""
 
+SELDOM = 0.05
+"""If fewer of the oldest prefix blocks are used again, the prefix cache does not miss them."""
+
 
 class Boundary:
     """The boundary between the KV blocks and the adapters in a device's memory.
@@ -191,15 +194,22 @@ class Boundary:
         """From now on a merged copy may borrow blocks. `held` returns its bytes by class."""
         self._budget.claim("merged", 0, held)
 
-    def lend(self, size_bytes: int) -> bool:
+    def spare_blocks(self, *, careful: bool) -> int:
+        """The KV blocks that a merged copy may borrow. `careful`: none that the prefix cache would miss."""
+        kv = self._kv
+        missed = careful and kv.reuse is not None and kv.reuse.chance > SELDOM
+        return kv.blank if missed else kv.free
+
+    def lend(self, size_bytes: int, *, careful: bool = False) -> bool:
         """Change the memory lent to the merged copy to `size_bytes`. It grows by at most one step of the boundary per call.
 
-        Returns whether the copy has that much now. A loan leaves a part of the KV share free (`RESERVE`).
+        Returns whether the copy has that much now. A loan leaves a part of the KV share free (`RESERVE`). `careful`: it takes
+        `spare_blocks`.
         """
         kv, blocks = self._kv, -(-size_bytes // self._block_bytes)
         more = blocks - self._lent
         if more > 0:
-            if kv.free - more < self._reserve:
+            if self.spare_blocks(careful=careful) - more < self._reserve:
                 return False
             self._shrink_kv(min(more, self.grain))
             self._lend(min(more, self.grain))

@@ -343,7 +343,7 @@ class BatchAdmission(Generic[S]):
         if cached:
             kv.take(cached)
         seq.blocks = cached + kv.allocate(fresh)
-        seq.computed = len(cached) * kv.block_size
+        seq.computed, seq.found = len(cached) * kv.block_size, len(cached)
         seq.published = len(cached)
         return True
 

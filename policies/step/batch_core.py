@@ -25,9 +25,10 @@ from motet.policies.step.batch_state import AdmissionState, S, StepPlan, remove,
 from motet.policies.step.cold_start import AssistRates, ColdStarts
 from motet.policies.step.merge_decision import Merging, Modes
 from motet.policies.step.merged_copy import MergedCopy, SpareMemory
-from motet.policies.step.request_queues import Queues
+from motet.policies.step.paying_merge import PayingMerge
+from motet.policies.step.request_queues import Queues, mechanism_of
 from motet.policies.times.perf_model import Coefficients
-from motet.shared.model import PerfModel
+from motet.shared.model import Mechanism, PerfModel
 
 
 class CopyLink(Protocol):
@@ -62,7 +63,7 @@ class BatchCore(Generic[S]):
     `cold` is None where steps wait for copies; slots are not asynchronous then. `shared`: KV blocks and adapters share one
     budget, which needs `kv.block_bytes`; `kv.capacity` bounds the blocks. `modes` decides when an adapter is merged, in an
     engine that can merge; it gets the number of steps that have run. `copies`: a merged copy of the weights is made beside the
-    steps (`copy`), and its costs are estimated from these step times; `modes` must be a `Merging` then.
+    steps (`copy`), and its costs are estimated from these step times; `modes` must be a `Merging` or `PayingMerge` then.
     """
 
     def __init__(
@@ -99,8 +100,12 @@ class BatchCore(Generic[S]):
         self.modes = modes
         self.copy: MergedCopy | None = None
         if copies is not None:
-            assert isinstance(modes, Merging), "a copy needs a policy"
-            self.copy = MergedCopy(modes, self.boundary or SpareMemory(self.memory), copies)
+            assert isinstance(modes, (Merging, PayingMerge)), "a copy needs a policy"
+            self._careful = isinstance(modes, PayingMerge)
+            lender = self.boundary or SpareMemory(self.memory)
+            self.copy = MergedCopy(modes, lender, copies, careful=self._careful, block_size=kv.block_size)
+        self.weighs = modes is not None
+        """Whether the last plan's mode was chosen, so that the policy has to be told what became of it."""
         self._copy_leaves = False  # with the next decision: sequences lack memory, or its adapter is gone
         self._orders = count()
         self._foreseen = ""  # the last adapter that came without a request
@@ -151,6 +156,14 @@ class BatchCore(Generic[S]):
             queues.left(seq)
         remove(self.state, seq, spoiled=spoiled)
 
+    @property
+    def mechanisms(self) -> dict[str, Mechanism]:
+        """Those that turn on by themselves, by name, and why they are on or not."""
+        found = mechanism_of(self._admission.queues, len(self.state.waiting))
+        if self.copy is not None:
+            found["merge"] = self.copy.mechanism
+        return found
+
     # ---- a step
 
     def look(self, link: CopyLink) -> list[str]:
@@ -183,7 +196,7 @@ class BatchCore(Generic[S]):
         """The plan of the next step. Before the step runs, its evictions are carried out and then its loads begin."""
         self.slots.eviction.now_s = now_s
         boundary, copy = self.boundary, self.copy
-        dropped = copy is not None and self._before(copy)
+        dropped = copy is not None and self._before(copy, now_s)
         plan = self._admission.decide(self.state, now_s)
         if copy is not None:
             plan.dropped = dropped
@@ -196,15 +209,21 @@ class BatchCore(Generic[S]):
             self._make_way(plan)
         return plan
 
-    def _before(self, copy: MergedCopy) -> bool:
+    def _before(self, copy: MergedCopy, now_s: float) -> bool:
         """Drop the merged copy if sequences lack the memory that it has, or if its adapter is gone.
 
         Returns whether it was dropped.
         """
-        state = self.state
-        copy.weigh(state.running)
-        short = self.boundary is not None and state.kv.free < len(state.running)
-        if not copy.adapter or not (self._copy_leaves or short):
+        state, modes, boundary = self.state, self.modes, self.boundary
+        assert isinstance(modes, (Merging, PayingMerge)), "a copy has a policy"
+        self.weighs = modes.looks(state, now_s)
+        self._admission.modes = modes if self.weighs else None
+        if self.weighs:
+            copy.weigh(state.running)
+        if not copy.adapter:
+            return False
+        short = boundary is not None and boundary.spare_blocks(careful=self._careful) < len(state.running)
+        if not (self._copy_leaves or short or modes.gives_up):
             return False
         copy.drop()
         turn(state, "")

@@ -61,6 +61,7 @@ class Sequence:
     slot: int = -1  # adapter slot, -1 for the base
     bypassed: int = 0  # sequences that overtook this one while it found no slot
     merged: bool = False  # its blocks have the keys of its adapter merged into the weights (`cache_keys`)
+    found: int = 0  # blocks in the prefix cache when it was admitted
     mixed: bool = False  # its K and V are of both modes, so no more of its blocks get keys
     merged_bytes: int = 0  # of a copy of the weights with its adapter merged; 0 where none is made
     cold: ColdChoice | None = None  # how it starts while its adapter is copied, as last chosen

@@ -32,7 +32,8 @@ import msgspec
 from motet.policies.memory.adapter_slots import AdapterSlots, Grant
 from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.step.batch_state import AdmissionState, Sequence, give_back_slot, slot_users, wait
-from motet.policies.step.request_queues import Queues
+from motet.policies.step.request_queues import Queues, mechanism_of
+from motet.shared.model import Mechanism
 
 WINDOW = 128
 """Maximum waiting requests that a decision examines."""
@@ -114,7 +115,7 @@ class EngineEntry(Generic[E]):
         blocks_free -= sum(seq.scheduled for seq in state.running)
         if self._suspect_runs():  # rule 5
             return entries
-        order = self._queues.candidates(state, now_s) if self._queues is not None else list(state.waiting[:WINDOW])
+        order = (self._queues.candidates(state, now_s) if self._queues is not None else state.waiting)[:WINDOW]
         for seq in order:
             if len(state.running) >= self.limits.seats:  # rule 1
                 break
@@ -211,6 +212,11 @@ class EngineEntry(Generic[E]):
             give_back_slot(self.state, seq)
         for digest in self.slots.digests():
             self.slots.drop(digest)
+
+    @property
+    def mechanisms(self) -> dict[str, Mechanism]:
+        """Those that turn on by themselves, by name, and why they are on or not."""
+        return mechanism_of(self._queues, len(self.state.waiting))
 
     # ---- adapters without a request
 

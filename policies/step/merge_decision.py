@@ -37,6 +37,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, Protocol
 
+from motet.policies.step.batch_state import AdmissionState, S
+from motet.policies.times.step_record import Step
+from motet.shared.model import Mechanism
+
 MAX_KNOWN = 4096
 """Credits are kept for this many adapters; beyond, those without a request here are forgotten, the oldest first."""
 ROUNDING = 1e-9
@@ -76,6 +80,29 @@ class Modes(Protocol):
 
     def unmerge(self) -> None:
         """The chosen step had nothing to compute, so the next step runs unmerged."""
+
+
+class CopyModes(Modes, Protocol):
+    """Chooses the modes of an engine that makes a merged copy beside its steps."""
+
+    costs: MergeCosts
+    """The present estimate."""
+    prefix_ms: float
+    """The time to compute again the prefixes that the running requests found in the cache."""
+
+    def looks(self, state: AdmissionState[S], now_s: float) -> bool:
+        """Whether `choose` has to be asked about the next step. If not, the step is unmerged."""
+
+    def timed(self, step: Step) -> None:
+        """A step in the mode chosen last, and how long it took."""
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the copy is to be dropped."""
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Whether it merges, and the reason, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +205,7 @@ class Merging:
     config: MergeConfig = field(default_factory=MergeConfig)
     merged: str = ""
     whole: str | None = None
+    prefix_ms: float = 0.0  # not counted
     alpha: float = field(init=False)
     beta: float = field(init=False)
     credits: dict[str, float] = field(default_factory=dict)
@@ -253,6 +281,23 @@ class Merging:
         """The next step runs unmerged, and no adapter is served first."""
         self._turn("")
         self._per_step = _PerStep()
+
+    def looks(self, state: AdmissionState[S], now_s: float) -> bool:
+        """Credits are kept of every step."""
+        return True
+
+    def timed(self, step: Step) -> None:
+        """Nothing is compared: `costs` say what both modes take."""
+
+    @property
+    def gives_up(self) -> bool:
+        """A copy stays until its memory is needed."""
+        return False
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Whether an adapter is merged, and by how much its steps are predicted to be shorter."""
+        return Mechanism("on" if self.merged else "waiting", f"LoRA costs {self.costs.lora:.1%} of a step")
 
     # ---- modes
 

@@ -17,11 +17,11 @@ from typing import Protocol
 
 from motet.policies.memory.ledger import Budget, Class
 from motet.policies.step.batch_state import S, Sequence, StepPlan
-from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
+from motet.policies.step.merge_decision import CopyModes, MergeConfig, MergeCosts
 from motet.policies.times.perf_model import MIB
 from motet.policies.times.step_record import Step
 from motet.policies.times.step_times import OnlineFit
-from motet.shared.model import PerfModel
+from motet.shared.model import Mechanism, PerfModel
 
 MERGE = MergeConfig(
     alpha=0.9,
@@ -41,12 +41,13 @@ far below that however long merging has won. A switch costs nothing once the cop
 rests for some 40 steps before it is served first, and for half a second at most where steps are long."""
 NOTHING_KNOWN = MergeCosts(switch_ms=0.0, step_ms=0.0, row_ms=0.0, lora=0.0)
 """The costs before the first step."""
-START_MS_PER_MIB = 1.0
-"""Assumed time of making a copy until one has been made."""
+START_MS_PER_MIB, START_PASSES = 1.0, 4.0
+"""Assumed time of making a copy until one has been made: at most so many passes of one row through the model, each of which
+reads the weights once."""
 PRIOR_LORA = 0.25
 """Expected cost of LoRA before merged and unmerged steps have been compared, as a share of the start values' cost. The start
 values hold for batches of any ranks and may be far off for one adapter; a value that is too small only delays the first
-merge."""
+merge. A policy that compares merged steps with others tries the start values themselves."""
 SHAPE = 2e-5
 """Weight of the start values' proportions (`OnlineFit.SHAPE`). It is small, because batches do not look alike here: the same
 requests run with LoRA and without."""
@@ -66,8 +67,11 @@ class Lender(Protocol):
     def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
         """From now on a copy may borrow. `held` returns its bytes by class."""
 
-    def lend(self, size_bytes: int) -> bool:
-        """Change the memory lent to the copy to `size_bytes`; returns whether the copy has that much now."""
+    def lend(self, size_bytes: int, *, careful: bool = False) -> bool:
+        """Change the memory lent to the copy to `size_bytes`; returns whether the copy has that much now.
+
+        `careful`: only memory that nothing else uses is lent.
+        """
 
 
 class SpareMemory:
@@ -83,7 +87,7 @@ class SpareMemory:
     def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
         self._claim = self._budget.claim("merged", 0, held)
 
-    def lend(self, size_bytes: int) -> bool:
+    def lend(self, size_bytes: int, *, careful: bool = False) -> bool:
         self._budget.total_bytes += size_bytes - self.lent_bytes
         self.lent_bytes = self._claim.size_bytes = size_bytes
         return True
@@ -134,13 +138,21 @@ class CopySlices:
 
 
 class MergedCopy:
-    """The merged copy of one engine. `merging` learns when it is complete."""
+    """The merged copy of one engine. `merging` learns when it is complete.
 
-    def __init__(self, merging: Merging, boundary: Lender, perf: PerfModel) -> None:
-        self._merging, self._boundary = merging, boundary
-        self._times = OnlineFit([perf.decode_base_ms, perf.decode_row_ms, PRIOR_LORA * perf.decode_lora_ms], shape=SHAPE)
-        self._ms_per_mib = START_MS_PER_MIB
-        self._least_lora_ms = PRIOR_LORA * perf.decode_lora_ms  # until a copy has been whole: it has to be tried once
+    `careful`: it takes memory that nothing else uses. `block_size`: tokens of a KV block; 0: prefixes count as nothing.
+    """
+
+    def __init__(
+        self, merging: CopyModes, boundary: Lender, perf: PerfModel, *, careful: bool = False, block_size: int = 0
+    ) -> None:
+        self._merging, self._boundary, self._careful, self._block_size = merging, boundary, careful, block_size
+        self._prefill_token_ms = perf.prefill_token_ms
+        prior_ms = perf.decode_lora_ms * (1.0 if careful else PRIOR_LORA)
+        self._times = OnlineFit([perf.decode_base_ms, perf.decode_row_ms, prior_ms], shape=SHAPE)
+        self._ms_per_mib: float | None = None  # of the last copy
+        self._start_ms = START_PASSES * (perf.decode_base_ms + perf.decode_row_ms)
+        self._least_lora_ms = prior_ms  # until a copy has been whole: it has to be tried once
         self._steps = 0
         self.adapter = ""
         """The adapter of the copy, also while it is being made."""
@@ -160,12 +172,17 @@ class MergedCopy:
         """What LoRA adds to an unmerged step of the last batch, as a share of the step without it."""
         return self._merging.costs.lora
 
+    @property
+    def mechanism(self) -> Mechanism:
+        """Whether an adapter is merged, and why, for people."""
+        return self._merging.mechanism
+
     def want(self, adapter: str, size_bytes: int) -> bool:
         """Claim memory for a copy of this adapter, a part in each step. Returns whether the copy can be made now."""
         if adapter != self.adapter:
             self.adapter, self.size_bytes, self.whole = adapter, size_bytes, False
             self._merging.whole = ""
-        return self._boundary.lend(size_bytes)
+        return self._boundary.lend(size_bytes, careful=self._careful)
 
     def made(self, took_ms: float) -> None:
         """The copy is complete. Making it took `took_ms` from the steps."""
@@ -184,6 +201,7 @@ class MergedCopy:
 
     def observe(self, step: Step) -> None:
         """Take in a step that has run. Ranks of a merged step are 0. Only steps without prefills count."""
+        self._merging.timed(step)
         self._steps += 1
         if self._steps % EVERY:
             return
@@ -196,15 +214,23 @@ class MergedCopy:
         return EVERY - self._steps % EVERY
 
     def weigh(self, running: Collection[Sequence]) -> None:
-        """Tell the policy how long a step of these sequences takes in either mode."""
+        """Tell the policy how long a step of these sequences takes in either mode, and what their prefixes cost."""
         if self._steps % EVERY:
             return
+        found = {block for seq in running if seq.found for block in seq.blocks[: seq.found]}
+        self._merging.prefix_ms = len(found) * self._block_size * self._prefill_token_ms
         step_ms, row_ms, lora_ms = self._times.weights
         plain_ms = step_ms + row_ms * len(running)
         size = self.size_bytes or max([seq.merged_bytes for seq in running], default=0)
         self._merging.costs = MergeCosts(
-            switch_ms=self._ms_per_mib * size / MIB,
+            switch_ms=self._making_ms(size),
             step_ms=step_ms,
             row_ms=row_ms,
             lora=max(lora_ms, self._least_lora_ms) * sum([seq.rank for seq in running]) / plain_ms if plain_ms else 0.0,
         )
+
+    def _making_ms(self, size_bytes: int) -> float:
+        """How long it takes to make a copy."""
+        if self._ms_per_mib is not None:
+            return self._ms_per_mib * size_bytes / MIB
+        return min(START_MS_PER_MIB * size_bytes / MIB, self._start_ms)

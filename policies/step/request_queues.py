@@ -4,7 +4,7 @@
 memory last. This module decides about the order, that one about memory.
 
     fcfs        by priority, due time and arrival (no object: `batch_admission` does it)
-    auto        as fcfs
+    auto        the same, but while the first one is late, those that can still be in time go before those that cannot
     motet       one queue by due time, delayed in proportion to the request's size and to the service of its tenant and adapter
 
 Others to compare with, such as Chameleon's queues by size with quotas, are in bench/rivals. Plug-ins add their own to `QUEUES`
@@ -15,15 +15,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from math import inf
 from typing import Any, Generic, Protocol
 
 from motet.policies.step.batch_state import PATIENCE, AdmissionState, S
+from motet.shared.model import Mechanism
 from motet.shared.tables import Table
 
 WINDOW = 128
 """Maximum candidates per step of an order without quotas."""
 TTFT_SLO_S = 5.0
 """Assumed objective of requests without one."""
+SOON = 0.125
+"""The share of a TTFT objective that a request needs to get its first token once it begins."""
+TURN = 4
 
 
 class Queues(Protocol[S]):
@@ -150,6 +155,61 @@ class PutOff(Generic[S]):
         return nsmallest(WINDOW, state.waiting, key=place)
 
 
+@dataclass(eq=False)
+class LateLast(Generic[S]):
+    """First come, first served, but requests that have missed their TTFT objective come after those that can still keep it.
+
+    A late request gains nothing from a turn that another one needs to be in time. One is late that has not begun when `SOON` of
+    its objective is left. While the first waiting request is late, those in time go first. So that none waits for ever, after
+    `TURN` requests in time the first one is served, late or not. Priority goes before all of this. A preempted request, and one
+    without an objective, is never late.
+    """
+
+    squashes: bool = False
+    late: int = 0
+    """Late requests that waited at the last decision."""
+    _late_s: dict[int, float] = field(default_factory=dict)  # when each request is late
+    _in_time: int = 0  # requests that began in time since a late one did
+
+    def arrived(self, seq: S, now_s: float) -> None:
+        """Remember when the request will be late."""
+        slo_s = max(0.0, seq.due_s - now_s) / PATIENCE
+        self._late_s[seq.order] = now_s + (1.0 - SOON) * slo_s if slo_s else inf
+
+    def began(self, seq: S, now_s: float) -> None:
+        """Count the turns. Should it be preempted, it is not late."""
+        self._in_time = 0 if self._late_s[seq.order] <= now_s else self._in_time + 1
+        self._late_s[seq.order] = inf
+
+    def stopped(self, seq: S, now_s: float) -> None:
+        """A preempted request waits in its place."""
+
+    def left(self, seq: S) -> None:
+        """The request has ended."""
+        self._late_s.pop(seq.order, None)
+
+    def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
+        """The waiting requests as they came, or, while the first of them is late, those in time before the others."""
+        waiting, late_s = state.waiting, self._late_s
+        self.late = 0
+        if not waiting or late_s[waiting[0].order] > now_s:
+            return waiting
+        late = {seq.order for seq in waiting if late_s[seq.order] <= now_s}
+        self.late = len(late)
+        if self._in_time >= TURN:
+            late.remove(waiting[0].order)
+        return sorted(waiting, key=lambda seq: (seq.priority, seq.order in late))[:WINDOW]
+
+
+def mechanism_of(queues: object, waiting: int) -> dict[str, Mechanism]:
+    """For people: whether these queues, with so many waiting requests, let late ones wait. Empty for those that never do."""
+    if not isinstance(queues, LateLast):
+        return {}
+    if waiting and queues.late:
+        return {"queues": Mechanism("on", f"{queues.late} of {waiting} waiting requests are late")}
+    return {"queues": Mechanism("waiting", "no waiting request is late")}
+
+
 class MakeQueues(Protocol):
     """Makes the queues of one engine; None for first come, first served."""
 
@@ -158,7 +218,7 @@ class MakeQueues(Protocol):
 
 
 QUEUES: Table[MakeQueues] = Table(
-    {"fcfs": lambda **memory: None, "auto": lambda **memory: None, "motet": lambda **memory: PutOff()}
+    {"fcfs": lambda **memory: None, "auto": lambda **memory: LateLast(), "motet": lambda **memory: PutOff()}
 )
 
 

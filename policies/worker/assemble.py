@@ -17,6 +17,7 @@ from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.engine_entry import E, EngineEntry, EntryLimits
 from motet.policies.step.merge_decision import MergeConfig, Merging, Modes
 from motet.policies.step.merged_copy import MERGE, NOTHING_KNOWN
+from motet.policies.step.paying_merge import PayingMerge
 from motet.policies.step.request_queues import Queues, make_queues
 from motet.policies.worker.foresight import Foresight
 from motet.policies.worker.request_life import R
@@ -82,11 +83,11 @@ def batch_core(
     """The sequences, memory and steps of an engine whose steps the worker plans.
 
     `perf`: its step times to start from. `layers`: of its model, where copies to the device run beside the steps; None where
-    steps wait for them. `merging`: constants of `options.merge`. `modes`: of an engine that changes its weights in place.
+    steps wait for them. `merging`: constants of `options.merge` "on". `modes`: of an engine that changes its weights in place.
     """
     cold = ColdStarts(layers, options.max_step_tokens, options.cold_start) if layers is not None else None
     if options.merge != "off":
-        modes = Merging(NOTHING_KNOWN, merging)
+        modes = Merging(NOTHING_KNOWN, merging) if options.merge == "on" else PayingMerge(NOTHING_KNOWN)
     return BatchCore(
         AdmissionLimits(max_running=max_running, max_step_tokens=options.max_step_tokens, prefetch=options.prefetch),
         kv=KvBlocks(
@@ -128,7 +129,7 @@ def worker_core(
         view=view,
         host=HostTier(host_bytes, disk_bytes, files=files, eviction=options.eviction),
         max_requests=view.limits.max_running + view.limits.max_waiting,
-        foresight=Foresight() if options.foresight != "off" else None,
+        foresight=Foresight(careful=options.foresight == "auto") if options.foresight != "off" else None,
     )
 
 

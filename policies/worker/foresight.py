@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from motet.policies.times.load_forecast import Forecast
+from motet.shared.model import Mechanism
 
 HORIZON_S = 15.0
 """A request counts as soon within this time."""
@@ -29,18 +30,33 @@ CREDIT, CREDIT_PER_S, CREDIT_PER_HIT = 8.0, 0.1, 2.0
 """Adapters that may be brought in vain: at first and at most, more per second, more for each one that was asked for in time.
 Where adapters leave before they are asked for, few copies are made."""
 
+UNKNOWN, WEIGHT = 0.5, 1 / 16
+"""The assumed share of forecasts that come true, and the weight of the latest one in it."""
+DRAG = 0.1
+PROBE_S = 60.0
+
 
 @dataclass
 class Foresight:
     """Learns from requests, and from whether the adapters that it brought were used.
 
-    Ask `next` and `weaker` when a link is idle.
+    Ask `next` and `weaker` when a link is idle. `careful`: an adapter comes only where that is predicted to pay. A forecast
+    that comes true saves a request the wait for a copy; one that fails costs each running request `DRAG` of a copy's time. It
+    failed if the adapter left unused, or another one that left for it was asked for sooner. Where copies do not pay, one in
+    `PROBE_S` is made to find out whether that has changed.
     """
 
+    careful: bool = False
+    came_true: float = UNKNOWN
+    """The share of the last forecasts that came true."""
     forecast: Forecast = field(default_factory=Forecast)
     _turns: deque[str] = field(default_factory=deque)  # known adapters that were not looked at in this round
     _tried_s: dict[str, float] = field(default_factory=dict)
     _brought: set[str] = field(default_factory=set)
+    _over: dict[str, str] = field(default_factory=dict)  # adapters that may leave -> for which
+    _made_way: dict[str, str] = field(default_factory=dict)  # those that left, and were not asked for since
+    _probe_s: float = 0.0  # when one was last brought
+    _running: int = 0
     _credit: float = CREDIT
     _credit_s: float = 0.0
 
@@ -51,6 +67,9 @@ class Foresight:
         if digest in self._brought:
             self._brought.remove(digest)
             self._credit = min(CREDIT, self._credit + CREDIT_PER_HIT)
+            self._judge(came_true=True)
+        if self._made_way.pop(digest, "") in self._brought:
+            self._judge(came_true=False)
 
     def came(self, digest: str) -> None:
         """The adapter is in a higher tier now, perhaps because `next` said so."""
@@ -60,14 +79,36 @@ class Foresight:
 
     def left(self, digest: str) -> None:
         """The adapter has left the tier that it was brought to."""
-        self._brought.discard(digest)
+        if digest in self._over:
+            self._made_way[digest] = self._over.pop(digest)
+        if digest in self._brought:
+            self._brought.remove(digest)
+            self._judge(came_true=False)
 
-    def next(self, now_s: float, may_come: Callable[[str], bool]) -> str | None:
-        """The adapter to bring: the most likely of those that `may_come`, if it is likely enough. It counts as tried."""
+    def _judge(self, *, came_true: bool) -> None:
+        self.came_true += WEIGHT * (came_true - self.came_true)
+
+    def pays(self, running: int) -> bool:
+        """Whether copies beside so many running requests are predicted to pay."""
+        return not self.careful or self.came_true >= (1.0 - self.came_true) * DRAG * running
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Whether copies pay beside as many running requests as last, for people."""
+        why = f"{self.came_true:.0%} of its forecasts come true"
+        if self.pays(self._running):
+            return Mechanism("on", why)
+        return Mechanism("waiting", f"{why}, and {self._running} requests run")
+
+    def next(self, now_s: float, may_come: Callable[[str], bool], *, running: int = 0) -> str | None:
+        """The adapter to bring: the most likely of those that `may_come`, if it is likely enough. It counts as tried.
+
+        None if a copy beside the `running` requests does not pay.
+        """
         self._tried_s = {digest: at_s for digest, at_s in self._tried_s.items() if now_s < at_s + AGAIN_S}
         self._credit = min(CREDIT, self._credit + CREDIT_PER_S * (now_s - self._credit_s))
-        self._credit_s = now_s
-        if self._credit < 1.0:
+        self._credit_s, self._running = now_s, running
+        if self._credit < 1.0 or not (self.pays(running) or now_s >= self._probe_s + PROBE_S):
             return None
         best: str | None = None
         most = LEAST
@@ -81,6 +122,7 @@ class Foresight:
                     best, most = digest, chance
         if best is not None:
             self._tried_s[best] = now_s
+            self._probe_s = now_s
         return best
 
     def weaker(self, digest: str, others: Iterable[str], now_s: float) -> list[str]:
@@ -94,4 +136,5 @@ class Foresight:
         leaving = [
             (chance, self.forecast.chance(one, now_s, LATER_S), one) for one, chance in chances.items() if chance < limit
         ]
+        self._over = {one: digest for _, _, one in leaving}
         return [one for _, _, one in sorted(leaving)]

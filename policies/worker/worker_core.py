@@ -287,6 +287,8 @@ class WorkerCore(Generic[R]):
             view.kv_blocks_free, view.adapter_bytes_free = said.free
         if said.merged is not None:
             view.merged = said.merged
+        if said.mechanisms is not None:
+            view.mechanisms |= said.mechanisms
         if said.prefixes:
             view.cache(said.prefixes)
         for digest, there in said.device:
@@ -369,17 +371,21 @@ class WorkerCore(Generic[R]):
     def _look_ahead(self) -> None:
         """Bring an adapter that is likely to be requested soon to the device or to host memory."""
         foresight, host, now_s = self.foresight, self.host, self._now_s
-        if foresight is None or host.loading or self.closed:
+        if foresight is None:
+            return
+        self.view.mechanisms["foresight"] = foresight.mechanism
+        if host.loading or self.closed:
             return
         if any(brief.phase != "running" for brief in self.view.requests.values()):
             return
+        running = len(self.view.requests)
         known = self._versions
-        above = foresight.next(now_s, lambda one: one not in self._device and one in known and host.has(one))
+        above = foresight.next(now_s, lambda one: one not in self._device and one in known and host.has(one), running=running)
         if above is not None:
             self._actions.append(CopyIn(above, foresight.weaker(above, self._device, now_s)))
         if host.host_bytes is None:
             return
-        digest = foresight.next(now_s, lambda one: host.tier(one) == "disk" and one in known)
+        digest = foresight.next(now_s, lambda one: host.tier(one) == "disk" and one in known, running=running)
         if digest is None:
             return
         size_bytes = known[digest].size_bytes

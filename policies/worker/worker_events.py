@@ -13,7 +13,7 @@ import msgspec
 
 from motet.policies.memory import host_tier
 from motet.policies.worker.request_life import Entry, Key, R
-from motet.shared.model import AdapterRef, FinishReason, RequestBrief
+from motet.shared.model import AdapterRef, FinishReason, Mechanism, RequestBrief
 
 # ---- events
 
@@ -64,7 +64,8 @@ class Stepped(msgspec.Struct, frozen=True):
     `moved`: requests whose phase changed to waiting or running. `ended`: requests that left the engine. `device`: adapters that
     came to the device (True) or left it (False). `free`: KV blocks and adapter bytes, as a snapshot counts them. `progress`:
     requests with their output tokens so far. `merged`: digest of the adapter in the weights, "" for none. `prefixes`: short
-    keys of KV blocks that can be reused from now on (True), and of those that cannot any longer. None: no news.
+    keys of KV blocks that can be reused from now on (True), and of those that cannot any longer. `mechanisms`: those of the
+    engine that turn on by themselves. None: no news.
     """
 
     moved: Iterable[RequestBrief] = ()
@@ -74,6 +75,7 @@ class Stepped(msgspec.Struct, frozen=True):
     progress: Iterable[tuple[str, int]] = ()
     merged: str | None = None
     prefixes: Mapping[int, bool] | None = None
+    mechanisms: Mapping[str, Mechanism] | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from motet.policies.cluster.worker_load import tokens_left
-from motet.shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+from motet.shared.model import Mechanism, PerfModel, RequestBrief, Residency, WorkerLimits
 from motet.shared.wire.prefixes import pack_keys
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 
@@ -38,6 +38,8 @@ class View:
         self.draining = False
         self.merged = ""
         """Digest of the adapter that is merged into the weights. Like free memory it is told by the next message."""
+        self.mechanisms: dict[str, Mechanism] = {}
+        """Those that turn on by themselves. The next snapshot tells them."""
         self.requests: dict[str, RequestBrief] = {}
         self.adapters: dict[str, Residency] = {}
         self.prefixes: set[int] = set()
@@ -138,6 +140,7 @@ class View:
             lists_disk=lists_disk,
             merged=self.merged,
             merged_share=self.merged_share,
+            mechanisms=dict(self.mechanisms),
             prefixes=pack_keys(self.prefixes) if lists_prefixes else None,
             cached=cached,
             uncached=uncached,

@@ -155,6 +155,7 @@ class WatchedCluster:
             kv_cache_dtype=worker.limits.kv_cache_dtype,
             merged=worker.merged,
             merged_share=worker.merged_share,
+            mechanisms=dict(worker.mechanisms),
             kernels=worker.limits.kernels,
             kernels_note=worker.limits.kernels_note,
         )

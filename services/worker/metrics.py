@@ -77,6 +77,11 @@ LORA_SHARE = gauge(
     "motet_worker_lora_share_ratio",
     "What LoRA adds to a step, as a share of the step without it; learned from merged and unmerged steps.",
 )
+MECHANISM = gauge(
+    "motet_worker_mechanism",
+    "1 for the state of each mechanism that turns on by itself (merge, queues, foresight, assist): on, waiting, off; else 0.",
+    ["name", "state"],
+)
 FRAMES = counter("motet_worker_frames", "Token frames sent to gateways.")
 FRAMES_LOST = counter("motet_worker_frames_lost", "Token frames dropped because NATS did not accept them.")
 LOOP_LAG_S = counter("motet_worker_engine_paused_seconds", "Time the engine waited for the event loop to accept its output.")

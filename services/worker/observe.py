@@ -6,15 +6,17 @@ one report per engine step ─────────────────�
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.request_life import R
 from motet.policies.worker.worker_core import WorkerCore
 from motet.services.worker import metrics
 from motet.services.worker.engines.request import CopyStats, MergeStats, ResidencyChange, StepReport, StepStats
-from motet.shared.model import FinishReason
+from motet.shared.model import FinishReason, Mechanism
 from motet.shared.wire.stream import StreamItem
+
+STATES = ("on", "waiting", "off")
 
 
 class Observer:
@@ -61,6 +63,8 @@ class Observer:
         if stats.merging is not None:
             _merging(stats.merging)
             metrics.MERGED_SHARE.set(view.merged_share)
+        if stats.mechanisms is not None:
+            _mechanisms(view.mechanisms)
         metrics.COPIES.set(stats.copies.under_way if stats.copies is not None else 0)
         if stats.copies is not None:
             _copies(stats.copies)
@@ -86,6 +90,12 @@ def _moved(change: ResidencyChange) -> None:
         metrics.ADAPTER_EVICTIONS.labels("device").inc()
     elif change.took_s:
         metrics.LORA_LOAD_S.labels("activate").observe(change.took_s)
+
+
+def _mechanisms(mechanisms: Mapping[str, Mechanism]) -> None:
+    for name, mechanism in mechanisms.items():
+        for state in STATES:
+            metrics.MECHANISM.labels(name, state).set(state == mechanism.state)
 
 
 def _merging(stats: MergeStats) -> None:

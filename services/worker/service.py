@@ -158,6 +158,7 @@ class WorkerService:
             share_prefix_cache=config.kv.share_prefix_cache,
         )
         self.view = View(self.worker_id, self.incarnation, limits)
+        self.view.mechanisms |= self.facts.mechanisms
         self.reporter = StateReporter(bus, self.view, self._times)
         self.frames = FrameSender(bus, self.worker_id, self._cancel)
         files = AdapterFiles(config.adapters.adapter_cache_dir)
@@ -393,6 +394,7 @@ def _stepped(report: StepReport, items: Sequence[StreamItem]) -> Stepped:
         progress=[(item.request_id, item.index + len(item.tokens)) for item in items if item.finish is None],
         merged=merging.merged if merging is not None else None,
         prefixes=report.prefixes,
+        mechanisms=output.stats.mechanisms,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from motet.shared.model import Mechanism
 from motet.shared.wire.refusal import Refused
 
 
@@ -17,7 +18,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     """A worker as a scheduler sees it. `age_ms` is the time since its last message; `stale`: too old to get requests.
 
     `waiting` counts requests that wait or load, including `in_flight`: assigned requests that the worker's state does not show
-    yet. `merged` and `merged_share` are from its last snapshot.
+    yet. `merged`, `merged_share` and `mechanisms` are from its last snapshot.
     """
 
     worker_id: str
@@ -44,6 +45,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     kv_cache_dtype: str = "auto"
     merged: str = ""  # digest
     merged_share: float = 0.0  # of its requests
+    mechanisms: dict[str, Mechanism] = {}
     kernels: str = ""  # and the note on them, as the worker's limits have them
     kernels_note: str = ""
 

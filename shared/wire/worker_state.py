@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from motet.shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+from motet.shared.model import Mechanism, PerfModel, RequestBrief, Residency, WorkerLimits
 
 
 class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
@@ -34,6 +34,7 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     lists_disk: bool = True
     merged: str = ""
     merged_share: float = 0.0
+    mechanisms: dict[str, Mechanism] = {}  # by name; without those that are not to turn on by themselves
     prefixes: bytes | None = None
     cached: bytes = b""
     uncached: bytes = b""

@@ -56,7 +56,7 @@ def test_options_of_the_worker_can_be_changed_and_matter() -> None:
     ("change", "reason"),
     [
         ("queue=sjf", "there is no such option; one of max_step_tokens, "),
-        ("queues=shortest", "not one of fcfs, motet"),
+        ("queues=shortest", "not one of fcfs, auto, motet"),
         ("max_loras=0", ">= 1"),
         ("max_loras=many", "Expected `int`"),
         ("prefix_cache", "one of on, off"),

@@ -7,8 +7,8 @@ An opening checks what can be checked at once and starts nothing. The worker the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import ENGINES, WorkerConfig
 from motet.services.worker.engines.protocol import EngineProtocol
 from motet.services.worker.engines.request import StepReport
-from motet.shared.model import WorkerLimits
+from motet.shared.model import Mechanism, WorkerLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Facts:
     eos_token_ids: frozenset[int]
     parse_adapter: Callable[[Path, str], Any]
     """A host copy from a verified blob's file and digest."""
+    mechanisms: Mapping[str, Mechanism] = field(default_factory=dict)
+    """Those that the start has decided about, by name."""
     slot_bytes: int = 0
     """Device bytes of every adapter's slot; 0 where an adapter takes its own size."""
 

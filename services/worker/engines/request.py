@@ -10,7 +10,7 @@ from motet.policies.cluster.describe import brief_of
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.times.step_record import Step
 from motet.shared.errors import MotetError
-from motet.shared.model import AdapterRef, FinishReason, RequestBrief, SamplingParams, Tier
+from motet.shared.model import AdapterRef, FinishReason, Mechanism, RequestBrief, SamplingParams, Tier
 from motet.shared.wire.request import GenerateRequest, pack_tokens
 from motet.shared.wire.stream import StreamItem
 
@@ -134,6 +134,7 @@ class StepStats(Step, kw_only=True):
     running: int = 0
     waiting: int = 0
     load_s: float = 0.0  # adapters onto the device
+    mechanisms: dict[str, Mechanism] | None = None  # of the engine, told twice a second
 
 
 @dataclass(slots=True)

@@ -67,7 +67,7 @@ def assemble(
     try:
         model = read_model_config(model_dir)
         quantization = quantization_of(config.engine.quantization, model)
-        config = settled(config, device=device, quantization=quantization, shares_memory=shares_memory(config, device))
+        config, decided = settled(config, device=device, quantization=quantization, shares_memory=shares_memory(config, device))
         if config.batch.max_model_len > model.max_model_len:
             raise ConfigError(f"--max-model-len: {config.batch.max_model_len} is more than the model's {model.max_model_len}")
         kv_blocks, lora_bytes = memory_of(config, model, model_dir, device)
@@ -111,6 +111,7 @@ def assemble(
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset({*model.eos_token_ids, *ends}),
         parse_adapter=parse_adapter,
+        mechanisms=decided,
     )
 
 

@@ -40,6 +40,8 @@ from motet.shared.wire.stream import StreamItem
 from motet.shared.worker_options import WorkerOptions
 
 log = logger("motet.worker.engine")
+TELL_S = 0.5
+"""Time between two reports of which mechanisms are on."""
 
 
 class Engine:
@@ -90,6 +92,7 @@ class Engine:
         """Makes the merged copy of the weights; None where no adapter is merged."""
         if runner.merged is not None and self._core.copy is not None:
             self._maker = CopyMaker(runner.merged, self._core.copy)
+        self._told_s = 0.0  # when the mechanisms were last told
         self._step_s = 0.0  # how long the last step took, slices of a copy apart
         self._state = self._core.state
         self.kv = KvIo(self._core.travelling, runner, self._keys_of)
@@ -213,6 +216,8 @@ class Engine:
         ran = stats.decode_rows or stats.prefill_requests
         self.pause_s = 0.0 if ran else self._adapters.pause_s(self._core.wait_ms)
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
+        if ran and (now_s >= self._told_s + TELL_S or not self._core.busy):
+            self._told_s, stats.mechanisms = now_s, self._core.mechanisms
         return self._take_output()
 
     def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> bool:
@@ -340,7 +345,7 @@ class Engine:
     def _postprocess(self, plan: StepPlan[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
         self._take_tokens(advance(plan), drawn, stats)
         self.clock.lap("postprocess")
-        if self._core.copy is not None:
+        if self._core.copy is not None and self._core.weighs:
             self._weigh_modes(self._core.copy, plan, stats)
 
     def _take_tokens(self, drawing: list[LiveSequence], drawn: Drawn, stats: StepStats) -> None:

@@ -7,6 +7,7 @@ import os
 from msgspec.structs import replace
 
 from motet.services.worker.config import WorkerConfig
+from motet.shared.model import Mechanism
 
 ASSIST_MOST = 4
 """CPU LoRA processes of `--assist-processes auto`."""
@@ -14,18 +15,25 @@ SERVICE_CORES = 4
 """Cores that a worker on a GPU keeps for itself: engine, event loop, loader, and NATS or a gateway beside it."""
 
 
-def settled(config: WorkerConfig, *, device: str, quantization: str, shares_memory: bool) -> WorkerConfig:
-    """The configuration with `auto` replaced where the start decides. Merging stays `auto` where it is possible.
+def settled(
+    config: WorkerConfig, *, device: str, quantization: str, shares_memory: bool
+) -> tuple[WorkerConfig, dict[str, Mechanism]]:
+    """The configuration with `auto` replaced where the start decides, and what was decided, by mechanism.
 
-    `quantization`: of the base's weights. `shares_memory`: KV blocks and adapters share the device's memory.
+    Merging stays `auto` where it is possible. `quantization`: of the base's weights. `shares_memory`: KV blocks and adapters
+    share the device's memory.
     """
-    changed = config
+    decided: dict[str, Mechanism] = {}
     if config.adapters.merge == "auto" and (quantization != "none" or not shares_memory):
-        changed = replace(changed, adapters=replace(config.adapters, merge="off"))
+        why = f"the weights are {quantization}" if quantization != "none" else "device memory is fixed"
+        decided["merge"] = Mechanism("off", why)
+        config = replace(config, adapters=replace(config.adapters, merge="off"))
     if config.cold.assist_processes == "auto":
         processes = 0 if device == "cpu" else spare_processes(len(os.sched_getaffinity(0)))
-        changed = replace(changed, cold=replace(config.cold, assist_processes=processes))
-    return changed
+        why = "the engine uses all cores" if device == "cpu" else f"{processes} of the cores are to spare"
+        decided["assist"] = Mechanism("on" if processes else "off", why)
+        config = replace(config, cold=replace(config.cold, assist_processes=processes))
+    return config, decided
 
 
 def spare_processes(cores: int) -> int:

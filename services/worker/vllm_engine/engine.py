@@ -483,6 +483,7 @@ class VllmEngine:
             stats.adapters_loaded += output.stats.adapters_loaded
             stats.load_s += output.stats.load_s
             stats.preempted += output.stats.preempted
+        stats.mechanisms = self._entry.mechanisms
         output.stats, output.failure = stats, failure
         output.changed = list(self._changed.values())
         self._changed.clear()
