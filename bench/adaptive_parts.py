@@ -104,6 +104,11 @@ SETTINGS = {
     "foresight": replace(OFF, foresight="on"),
     "assist": replace(OFF, assist=PROCESSES),
     "all on": Setting(merge="on", rebalance="on", queues="motet", foresight="on", assist=PROCESSES),
+    "auto": Setting(merge="auto", rebalance="auto", queues="auto", foresight="auto", assist=PROCESSES),
+    "auto-assist": Setting(merge="auto", rebalance="auto", queues="auto", foresight="auto"),
+    "merge auto": replace(OFF, merge="auto"),
+    "queues auto": replace(OFF, queues="auto"),
+    "foresight auto": replace(OFF, foresight="auto"),
 }
 
 
