@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -28,7 +27,7 @@ from bench.rig.requests import Kind, Request, play
 from bench.rig.waiting import until
 from bench.rivals.parts import ABLATIONS
 from motet.cli.credentials import password_file
-from motet.policies.times.perf_model import decode_ms, prefill_ms
+from motet.policies.times.perf_model import batch_load, decode_ms, prefill_ms
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.config import BusConfig
@@ -39,7 +38,7 @@ from motet.twin.cluster import Cluster
 from motet.twin.events import to_ps
 from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
-from motet.twin.steps import Batch
+from motet.twin.steps import Batch, PerfSteps
 from motet.twin.traces import read_lengths, read_popularity
 from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
@@ -115,31 +114,35 @@ def popularity_and_lengths(data: Path | None, adapters: int) -> tuple[NDArray[np
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One policy's run. `tpot_ms` and `ttft_ms` have an element per answered request; a single token has no time per token."""
+    """One policy's run. `kept`: which requests kept their objective. A single token has no time per token to miss.
 
-    requests: int
-    attained: int
+    `tpot_ms` and `ttft_ms` have an element per answered request, `tpot_ms` without single tokens.
+    """
+
+    kept: NDArray[np.bool_]
     tpot_ms: NDArray[np.float64]
     ttft_ms: NDArray[np.float64]
     failed: int = 0
     busy: float = 0.0  # CPU seconds per second and core of the machine, mesh and client
-    late: float = 0.0  # what steps took beyond their pace, as a share of it
+    behind: float = 0.0  # how late steps ended, as a share of their pace
+    lost: float = 0.0  # delays of steps that were not made up, as a share of their pace
 
     @property
     def attainment(self) -> float:
-        return self.attained / self.requests
+        """The share of requests that kept their objective."""
+        return float(self.kept.mean())
 
     @classmethod
     def together(cls, rounds: Sequence[Outcome]) -> Outcome:
         """The outcome of all rounds."""
         return cls(
-            requests=sum(one.requests for one in rounds),
-            attained=sum(one.attained for one in rounds),
+            kept=np.concatenate([one.kept for one in rounds]),
             tpot_ms=np.concatenate([one.tpot_ms for one in rounds]),
             ttft_ms=np.concatenate([one.ttft_ms for one in rounds]),
             failed=sum(one.failed for one in rounds),
             busy=float(np.mean([one.busy for one in rounds])),
-            late=float(np.mean([one.late for one in rounds])),
+            behind=float(np.mean([one.behind for one in rounds])),
+            lost=float(np.mean([one.lost for one in rounds])),
         )
 
     def figures(self) -> dict[str, float]:
@@ -151,7 +154,8 @@ class Outcome:
             "tpot_p99_ms": round(float(np.quantile(self.tpot_ms, 0.99)), 2),
             "ttft_ms": round(float(self.ttft_ms.mean()), 1),
             "busy": round(self.busy, 3),
-            "late": round(self.late, 4),
+            "behind": round(self.behind, 4),
+            "lost": round(self.lost, 4),
             "failed": self.failed,
         }
 
@@ -220,25 +224,25 @@ class Live:
                 strict=True,
             )
         ]
-        before_s, paced_s, late_s = sum(self._mesh.cpu_s().values()), *self._paced()
+        before_s, paced_before = sum(self._mesh.cpu_s().values()), self._paced()
         began_s = time.monotonic()
         play(self._mesh.port, requests)
         took_s = time.monotonic() - began_s
         cpu_s = sum(self._mesh.cpu_s().values()) - before_s
-        paced_s, late_s = (after - before for after, before in zip(self._paced(), (paced_s, late_s), strict=True))
+        paced_s, behind_s, lost_s = self._paced() - paced_before
         wanted = workload.output_tokens.tolist()
         whole = [one.status == 200 and one.tokens == tokens for one, tokens in zip(requests, wanted, strict=True)]
         tpot_ms = np.array(
             [_tpot_ms(one, tokens) if good else np.inf for one, tokens, good in zip(requests, wanted, whole, strict=True)]
         )
         return Outcome(
-            requests=len(requests),
-            attained=int((~(tpot_ms > slo.tpot_slo_ms)).sum()),
+            kept=~(tpot_ms > slo.tpot_slo_ms),
             tpot_ms=tpot_ms[np.isfinite(tpot_ms)],
             ttft_ms=np.array([1000.0 * one.ttft_s for one, good in zip(requests, whole, strict=True) if good]),
             failed=len(whole) - sum(whole),
             busy=cpu_s / took_s / cores(),
-            late=late_s / paced_s,
+            behind=behind_s / paced_s,
+            lost=lost_s / paced_s,
         )
 
     def learned(self) -> list[PerfModel]:
@@ -285,13 +289,11 @@ class Live:
         resident: Mapping[str, str] = json.loads(get(f"{self._mesh.url}/v1/adapters/{name}", HEADERS))["resident"]
         return sum(place == "device" for place in resident.values()) == self._setting.workers
 
-    def _paced(self) -> tuple[float, float]:
-        """Seconds that all steps so far should have taken, and that they took longer."""
+    def _paced(self) -> NDArray[np.float64]:
+        """Seconds that all steps so far should have taken, that they ended late, and of these, that were not made up."""
         urls = [facts["ops_url"] for name, facts in self._mesh.facts.services.items() if name.startswith("worker")]
-        paced_s, late_s = (
-            sum(metric(url, f"motet_bench_{name}_seconds_total", HEADERS) for url in urls) for name in ("paced", "late")
-        )
-        return paced_s, late_s
+        names = (f"motet_bench_{name}_seconds_total" for name in ("paced", "behind", "lost"))
+        return np.array([sum(metric(url, name, HEADERS) for url in urls) for name in names])
 
 
 def cores() -> int:
@@ -325,21 +327,28 @@ class MixedSteps:
     reads_adapters = False
 
     def fixed_ps(self, batch: Batch) -> int:
-        perf = self.perf
-        total_ms = decode_ms(perf, float(batch.decode_rows), float(batch.decode_rank_sum))
+        perf, kernel = self.perf, self.perf.kernel
+        load = batch_load(kernel, batch.decode_rows, batch.decode_rank_sum, batch.decode_max_rank)
+        total_ms = decode_ms(perf, float(batch.decode_rows), load)
         if batch.prefill_tokens:
-            total_ms += prefill_ms(perf, float(batch.prefill_tokens), float(batch.prefill_rank_sum))
+            load = batch_load(kernel, batch.prefill_requests, batch.prefill_rank_sum, batch.prefill_max_rank)
+            total_ms += prefill_ms(perf, float(batch.prefill_tokens), load)
         return to_ps(total_ms)
 
 
-def predicted(setting: Setting, learned: Sequence[PerfModel], policy: str, workload: Workload) -> Outcome:
-    """The twin's outcome of the same requests: workers whose steps are as those of the live ones were learned."""
+def predicted(
+    setting: Setting, learned: Sequence[PerfModel], policy: str, workload: Workload, *, mixes: bool = True
+) -> Outcome:
+    """The twin's outcome of the same requests: workers whose steps are as those of the live ones were learned.
+
+    Not `mixes`: a prefill is a step of its own.
+    """
     limits = WorkerLimits(
         base_model="demo", max_model_len=2048, max_running=setting.seats, max_waiting=4096, block_size=16,
         kv_blocks_total=8192, adapter_bytes_total=1 << 30, max_lora_rank=max(RANKS),
     )  # fmt: skip
-    options = WorkerOptions(max_loras=len(setting.ranks))
-    specs = [WorkerSpec(limits=limits, perf=perf, steps=MixedSteps(perf), options=options) for perf in learned]
+    options, steps = WorkerOptions(max_loras=len(setting.ranks)), MixedSteps if mixes else PerfSteps
+    specs = [WorkerSpec(limits=limits, perf=perf, steps=steps(perf), options=options) for perf in learned]
     choose = ABLATIONS.get(policy)
     scheduler = SchedulerSpec(
         policy="motet" if choose is not None else policy, choose=choose, admission="room", max_tokens=MOST_TOKENS
@@ -348,17 +357,11 @@ def predicted(setting: Setting, learned: Sequence[PerfModel], policy: str, workl
     cluster = Cluster(workload, specs, scheduler, preload={f"worker-{i:04d}": digests for i in range(len(specs))})
     cluster.run()
     times = Latencies.of(workload, cluster.metrics)
-    slow = times.tpot_ms > workload.slos[0].tpot_slo_ms
+    kept = np.zeros(len(workload), dtype=bool)
+    kept[times.rows] = ~(times.tpot_ms > workload.slos[0].tpot_slo_ms)
     return Outcome(
-        requests=len(workload),
-        attained=int((~slow).sum()),
+        kept=kept,
         tpot_ms=times.tpot_ms[~np.isnan(times.tpot_ms)],
         ttft_ms=times.ttft_ms,
         failed=len(workload) - len(times.rows),
     )
-
-
-def as_record(perf: PerfModel) -> dict[str, Any]:
-    """The step times that matter here, for the record."""
-    names = ("prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms")
-    return {name: round(getattr(perf, name), 4) for name in names}

@@ -1,4 +1,7 @@
-"""`python -m bench.paced` is `motet`, but a worker's steps take at least the time of a `Pace`, the rest of it asleep.
+"""`python -m bench.paced` is `motet`, but a worker's steps take the time of a `Pace`, what they do not compute of it asleep.
+
+A step that ends late, because other processes had the cores, is followed by shorter ones until its delay is made up: a busy
+worker's steps take their time on average.
 
 Workers that share the cores of one machine have no seat that is worth anything to another one: what one computes, the others
 miss. With steps as long as those of a device of its own, each worker has a capacity of its own.
@@ -27,7 +30,9 @@ from motet.shared.model import FinishReason, SamplingParams
 PREFIX, SEED_ENDS = "MOTET_BENCH_", "MOTET_BENCH_SEED_ENDS"
 PACED_S = telemetry.counter("motet_bench_paced_seconds", "what the steps should have taken")
 COMPUTED_S = telemetry.counter("motet_bench_computed_seconds", "what they took before they slept")
-LATE_S = telemetry.counter("motet_bench_late_seconds", "what they took longer than they should have")
+BEHIND_S = telemetry.counter("motet_bench_behind_seconds", "how late the steps ended, summed over all")
+LOST_S = telemetry.counter("motet_bench_lost_seconds", "delays that were not made up")
+MOST_BEHIND_S = 0.2  # a longer delay is not made up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +62,46 @@ class Pace:
         return cls(**{field.name: float(variables.get(f"{PREFIX}{field.name.upper()}", "0")) for field in fields(cls)})
 
 
+class Schedule:
+    """When the steps of one engine should end. Times in seconds."""
+
+    def __init__(self) -> None:
+        self._due_s: float | None = None  # the end of the last step, while there is work
+
+    def end_s(self, began_s: float, takes_s: float) -> float:
+        """When a step should end that began now and takes so long."""
+        if self._due_s is None:
+            self._due_s = began_s
+        elif began_s - self._due_s > MOST_BEHIND_S:
+            LOST_S.inc(began_s - self._due_s - MOST_BEHIND_S)
+            self._due_s = began_s - MOST_BEHIND_S
+        self._due_s += takes_s
+        return self._due_s
+
+    def ended(self, now_s: float, *, busy: bool) -> None:
+        """The step has ended. Not `busy`: the next one begins when a request comes."""
+        assert self._due_s is not None, "a step has begun"
+        behind_s = max(0.0, now_s - self._due_s)
+        BEHIND_S.inc(behind_s)
+        if not busy:
+            LOST_S.inc(behind_s)
+            self._due_s = None
+
+
 def keep(pace: Pace) -> None:
     """Make every step of this process that computes at least one row take its time."""
-    step = Engine.step
+    step, schedule = Engine.step, Schedule()
 
     def paced(self: Engine, now_s: float) -> StepOutput:
         began_s = clock.now_s()
         output = step(self, now_s)
-        if output.stats.decode_rows or output.stats.prefill_requests:
-            takes_s, computed_s = pace.takes_ms(output.stats) / 1000.0, clock.now_s() - began_s
-            time.sleep(max(0.0, takes_s - computed_s))
+        stats = output.stats
+        if stats.decode_rows or stats.prefill_requests:
+            takes_s, computed_s = pace.takes_ms(stats) / 1000.0, clock.now_s() - began_s
+            time.sleep(max(0.0, schedule.end_s(began_s, takes_s) - clock.now_s()))
+            schedule.ended(clock.now_s(), busy=stats.running + stats.waiting > 0)
             PACED_S.inc(takes_s)
             COMPUTED_S.inc(computed_s)
-            LATE_S.inc(max(0.0, clock.now_s() - began_s - takes_s))
         return output
 
     setattr(Engine, "step", paced)  # noqa: B010 - mypy knows no assignment to a method of another module
