@@ -241,8 +241,8 @@ class Live:
             ttft_ms=np.array([1000.0 * one.ttft_s for one, good in zip(requests, whole, strict=True) if good]),
             failed=len(whole) - sum(whole),
             busy=cpu_s / took_s / cores(),
-            behind=behind_s / paced_s,
-            lost=lost_s / paced_s,
+            behind=float(behind_s / paced_s),
+            lost=float(lost_s / paced_s),
         )
 
     def learned(self) -> list[PerfModel]:
