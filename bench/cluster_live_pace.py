@@ -1,8 +1,8 @@
 """`python -m bench.cluster_live_pace` measures what `bench.cluster_live` paces steps by: the steps of model S on one core.
 
 Batches of 1 to 16 requests decode, with and without adapters, and single prompts of 4 to 64 tokens join them. Each kind of step
-counts with the shortest of its times, which other processes did not disturb. The times are fitted as the steps of a `Pace`, and once with a constant for steps
-that have a prompt among decodes.
+counts with the shortest of its times, which other processes did not disturb. The times are fitted as the steps of a `Pace`, and
+with a constant for steps that have a prompt among decodes.
 """
 
 from __future__ import annotations
