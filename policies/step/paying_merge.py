@@ -244,13 +244,13 @@ class PayingMerge:
     @property
     def mechanism(self) -> Mechanism:
         """Whether an adapter is merged, and why, for people."""
+        if self.gives_up:
+            left_s = self._again_s - self._now_s
+            return Mechanism("waiting", f"merged steps were {self.gain:+.1%} faster; next try in {left_s:.0f} s")
         if self.whole and (self._comparison is not None or self.gain is None):
             return Mechanism("on", "merged and unmerged steps are being compared")
         if self.merged:
             return Mechanism("on", f"merged steps are {self.gain:.1%} faster")
-        if self.gives_up:
-            left_s = self._again_s - self._now_s
-            return Mechanism("waiting", f"merged steps were {self.gain:+.1%} faster; next try in {left_s:.0f} s")
         if self.costs.lora < LEAST:
             return Mechanism("waiting", f"LoRA costs {self.costs.lora:.1%} of a step")
         if self._saves_ms <= 0.0:

@@ -28,7 +28,7 @@ def undisturbed(checkpoint) -> dict[str, list[int]]:
     return run(make_engine(model_dir, max_running=12, max_step_tokens=48), requests(adapters), per_step=2).tokens
 
 
-@pytest.mark.parametrize("queues", ["sjf", "static", "chameleon", "motet"])
+@pytest.mark.parametrize("queues", ["sjf", "static", "chameleon", "motet", "auto"])
 @pytest.mark.parametrize("eviction", ["score", "next-use", "none"])
 def test_queues_and_evictions_change_no_token(
     checkpoint, undisturbed: dict[str, list[int]], queues: str, eviction: str

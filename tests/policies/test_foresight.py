@@ -20,8 +20,8 @@ from motet.policies.worker.foresight import AGAIN_S, LOOKED_AT, Foresight
 from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import CopyIn, Loaded, Registered, Stepped, Tick
 from motet.policies.worker.worker_view import View
-from motet.shared.model import AdapterRef
-from motet.shared.worker_options import WorkerOptions
+from motet.shared.model import AdapterRef, Mechanism
+from motet.shared.worker_options import Switch, WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.link import Copies, LinkModel
 from motet.twin.steps import A10_MBGMV
@@ -184,7 +184,7 @@ def test_a_likely_adapter_comes_from_disk_to_host_memory_and_a_request_for_it_th
     core.check()
 
 
-def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -> Cluster:
+def in_the_twin(*, foresight: Switch, adapters: int, slots: int, every_s: float) -> Cluster:
     """600 requests, one every `every_s` seconds, for one adapter after another."""
     load = workload(rate=20.0, seconds=60.0)
     requests = np.arange(600)
@@ -196,7 +196,7 @@ def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -
         output_tokens=np.full(600, 4),
     )
     link = LinkModel(bytes_per_s=1e9, layers=4)
-    options = WorkerOptions(max_loras=slots, eviction="lru", foresight="on" if foresight else "off", cold_start="blocking")
+    options = WorkerOptions(max_loras=slots, eviction="lru", foresight=foresight, cold_start="blocking")
     cluster = Cluster(load, [replace(spec(), link=link, options=options)], None)
     cluster.run()
     cluster.workers[0].engine.batches.check()
@@ -204,12 +204,91 @@ def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -
 
 
 def test_adapters_that_are_asked_for_regularly_are_there_when_they_are_asked_for() -> None:
-    without = in_the_twin(foresight=False, adapters=20, slots=16, every_s=2.0).metrics
-    ahead, again = (in_the_twin(foresight=True, adapters=20, slots=16, every_s=2.0).metrics for _ in range(2))
+    without = in_the_twin(foresight="off", adapters=20, slots=16, every_s=2.0).metrics
+    ahead, again = (in_the_twin(foresight="on", adapters=20, slots=16, every_s=2.0).metrics for _ in range(2))
     assert without.device_loads == 600 and without.foreseen == 0
     assert ahead.device_loads < 60 and ahead.foreseen + ahead.device_loads < 400
     assert (ahead.first_ps == again.first_ps).all()
 
 
 def test_few_adapters_are_brought_where_they_leave_before_they_are_asked_for() -> None:
-    assert in_the_twin(foresight=True, adapters=60, slots=8, every_s=0.5).metrics.foreseen < 60
+    assert in_the_twin(foresight="on", adapters=60, slots=8, every_s=0.5).metrics.foreseen < 60
+
+
+# ---- auto: only where copies pay
+
+
+def regular(foresight: Foresight, digest: str) -> None:
+    """Requests every 10 s, the last one at 90 s."""
+    for at in range(0, 100, 10):
+        foresight.asked(digest, float(at))
+
+
+def brings(foresight: Foresight, now_s: float, running: int) -> bool:
+    return foresight.next(now_s, lambda digest: True, running=running) is not None
+
+
+def judged(foresight: Foresight, *, came_true: bool, times: int) -> None:
+    """So many adapters came, and were asked for, or left before."""
+    for _ in range(times):
+        foresight._tried_s["x"] = 0.0  # private: as if it had been chosen
+        foresight.came("x")
+        if came_true:
+            foresight.asked("x", 0.0)
+        else:
+            foresight.left("x")
+
+
+def test_adapters_come_beside_as_many_requests_as_the_forecasts_are_good_for() -> None:
+    foresight = Foresight(careful=True)
+    assert foresight.pays(10) and not foresight.pays(11), "half of them come true until more is known"
+    judged(foresight, came_true=True, times=40)
+    assert foresight.pays(60)
+    judged(foresight, came_true=False, times=40)
+    assert foresight.pays(0) and not foresight.pays(2)
+
+
+def test_without_care_adapters_come_whatever_runs() -> None:
+    foresight = Foresight()
+    judged(foresight, came_true=False, times=40)
+    assert foresight.pays(100)
+
+
+def test_where_copies_do_not_pay_one_in_a_minute_finds_out_whether_they_do() -> None:
+    foresight = Foresight(careful=True)
+    regular(foresight, "a")
+    assert brings(foresight, 95.0, running=50), "the first one"
+    foresight.asked("a", 100.0)
+    assert not brings(foresight, 105.0, running=50)
+    assert brings(foresight, 105.0, running=1)
+    for at in range(110, 170, 10):
+        foresight.asked("a", float(at))
+    assert brings(foresight, 166.0, running=50)
+
+
+def test_a_forecast_fails_if_an_adapter_that_left_for_it_is_asked_for_first() -> None:
+    foresight = Foresight(careful=True)
+    foresight.asked("b", 0.0)
+    for at in range(1000, 1100, 10):
+        foresight.asked("a", float(at))
+    assert foresight.next(1095.0, lambda digest: digest == "a", running=0) == "a"
+    assert foresight.weaker("a", ["b"], 1095.0) == ["b"]
+    foresight.left("b")
+    foresight.came("a")
+    foresight.asked("b", 1096.0)
+    assert foresight.came_true < 0.5
+    failed = foresight.came_true
+    foresight.asked("b", 1097.0)
+    assert foresight.came_true == failed, "it is counted once"
+
+
+def test_foresight_says_how_good_its_forecasts_are() -> None:
+    foresight = Foresight(careful=True)
+    assert foresight.mechanism == Mechanism("on", "50% of its forecasts come true")
+    brings(foresight, 0.0, running=40)
+    assert foresight.mechanism == Mechanism("waiting", "50% of its forecasts come true, and 40 requests run")
+
+
+def test_auto_brings_adapters_that_are_asked_for_regularly() -> None:
+    without, auto = (in_the_twin(foresight=way, adapters=20, slots=16, every_s=2.0).metrics for way in ("off", "auto"))
+    assert auto.device_loads < without.device_loads / 5

@@ -8,13 +8,14 @@ from bench.rivals.queues import FIRST, SizeQueues
 from motet.policies.step.batch_state import Sequence
 from motet.policies.step.overtaking import steps_until_room
 from motet.policies.step.request_queues import PutOff, make_queues
+from motet.shared.model import Mechanism
 from tests.policies.support_queues import TOKEN_BYTES, World
 
 # ---- quotas
 
 
 def test_higher_priorities_go_first_whatever_their_size() -> None:
-    for name in ("sjf", "chameleon", "motet"):
+    for name in ("sjf", "chameleon", "motet", "auto"):
         world = World(make_queues(name, total_tokens=1000.0, token_bytes=TOKEN_BYTES), seats=1)
         world.add(4, 2)
         urgent = world.add(40, 20, priority=-1)
@@ -22,7 +23,7 @@ def test_higher_priorities_go_first_whatever_their_size() -> None:
         assert world.began == [urgent], name
 
 
-@pytest.mark.parametrize("name", ["sjf", "static", "chameleon", "motet"])
+@pytest.mark.parametrize("name", ["sjf", "static", "chameleon", "motet", "auto"])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_ends_and_the_accounts_add_up_in_random_histories(name: str, seed: int) -> None:
     chance = random.Random(seed)
@@ -46,7 +47,7 @@ def test_every_request_ends_and_the_accounts_add_up_in_random_histories(name: st
             world.core.end(left[0])
     world.run()
     for name_of, book in vars(queues).items():
-        if name_of in ("_facts", "_flows", "_tenants", "_places"):
+        if name_of in ("_facts", "_flows", "_tenants", "_places", "_late_s"):
             assert not book, name_of
 
 
@@ -136,3 +137,71 @@ def test_a_request_that_passed_by_a_wrong_prediction_is_preempted_and_loses_no_t
     assert wrong.tokens.tolist() == tokens, "recomputed later, not drawn again"
     world.run()
     assert wrong.length == world.ends[wrong.order]
+
+
+# ---- late requests come last
+
+
+def late_last(seats: int = 1) -> World:
+    return World(make_queues("auto", total_tokens=1000.0, token_bytes=TOKEN_BYTES), seats=seats)
+
+
+def test_requests_begin_in_order_while_the_first_one_is_in_time() -> None:
+    world = late_last()
+    asked = [world.add(4, 2) for _ in range(2)]  # the second one begins after 3 s; the objective is 5 s
+    while world.core.busy:
+        world.step()
+    assert world.began == asked
+
+
+def test_a_late_request_lets_those_in_time_go_first() -> None:
+    world = late_last()
+    world.add(4, 7)
+    late = world.add(4, 1)
+    for _ in range(4):
+        world.step()
+    in_time = world.add(4, 1)
+    for _ in range(8):
+        world.step()
+    assert world.began[1:] == [in_time, late]
+
+
+def test_the_first_request_begins_after_four_others_though_it_is_late() -> None:
+    world = late_last()
+    world.add(4, 7)
+    late = [world.add(4, 1) for _ in range(2)]
+    in_time = []
+    for _ in range(20):
+        world.step()
+        in_time.append(world.add(4, 1))
+    places = [world.began.index(one) for one in late]
+    assert places[1] - places[0] == 5, "four in time begin between two late ones"
+    assert all(one in in_time for one in world.began[places[0] + 1 : places[1]])
+
+
+def test_priority_goes_before_lateness() -> None:
+    world = late_last()
+    world.add(4, 7)
+    world.step()
+    late = world.add(4, 1, priority=-1)
+    for _ in range(5):
+        world.step()
+    world.add(4, 1)
+    for _ in range(4):
+        world.step()
+    assert world.began[1] is late
+
+
+def test_the_queues_say_how_many_requests_are_late() -> None:
+    queues = make_queues("auto", total_tokens=1000.0, token_bytes=TOKEN_BYTES)
+    world = World(queues, seats=1)
+    world.add(4, 9)
+    world.add(4, 1)
+    assert world.core.mechanisms["queues"].state == "waiting"
+    for _ in range(6):
+        world.step()
+    world.add(4, 1)
+    assert world.core.mechanisms["queues"] == Mechanism("on", "1 of 2 waiting requests are late")
+    world.run()
+    assert world.core.mechanisms["queues"] == Mechanism("waiting", "no waiting request is late")
+    assert "queues" not in World(None).core.mechanisms

@@ -24,8 +24,7 @@ def settled(
     share the device's memory.
     """
     decided: dict[str, Mechanism] = {}
-    if config.adapters.merge == "auto" and (quantization != "none" or not shares_memory):
-        why = f"the weights are {quantization}" if quantization != "none" else "device memory is fixed"
+    if config.adapters.merge == "auto" and (why := _no_merging(device, quantization, shares_memory=shares_memory)):
         decided["merge"] = Mechanism("off", why)
         config = replace(config, adapters=replace(config.adapters, merge="off"))
     if config.cold.assist_processes == "auto":
@@ -39,3 +38,12 @@ def settled(
 def spare_processes(cores: int) -> int:
     """How many CPU LoRA processes a worker on a GPU has with so many cores."""
     return max(0, min(ASSIST_MOST, cores - SERVICE_CORES))
+
+
+def _no_merging(device: str, quantization: str, *, shares_memory: bool) -> str:
+    """Why no adapter is merged here; "" if one may be."""
+    if device != "cpu":
+        return "not measured on a GPU yet"
+    if quantization != "none":
+        return f"the weights are {quantization}"
+    return "" if shares_memory else "device memory is fixed"
