@@ -2,7 +2,7 @@
 
 Four workers like that of `bench.chameleon`: a Llama-2-7B in a step of 20 ms and more, 0.18 ms per prompt token, LoRA by rows and
 ranks; 64 seats. KV blocks and adapters share 24 GiB. A copy to the device runs beside the steps at 3.16 GB/s, as `bench.chameleon`
-found it. Disk and object store are those of the twin's defaults. The merged copy has the 12.1 GiB of the linear layers. Eight CPU
+found it. Disk and object store are those of the twin's defaults. The merged copy has the 12.1 GiB of the linear layers. CPU
 processes can compute for adapters that are not there yet (`bench.cpu_assist_twin`).
 """
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bench import rivals  # noqa: F401 - registers policies
 from bench.chameleon_parts import STEPS
-from bench.cpu_assist_twin import CORE_SHARE, ELEMENT_BYTES, FLOPS_PER_ELEMENT, GFLOPS, PROCESSES, READ_GBPS, START_MS
+from bench.cpu_assist_twin import CORE_SHARE, ELEMENT_BYTES, FLOPS_PER_ELEMENT, GFLOPS, READ_GBPS, START_MS
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.times.perf_model import MIB
 from motet.shared.model import MODULES, PerfModel, Slo, WorkerLimits
@@ -95,21 +95,26 @@ class Setting:
 
 
 OFF = Setting()
-SETTINGS = {
+ASSIST = 4
+"""CPU LoRA processes: as `auto` settles on, where a GPU's worker has eight cores or more."""
+FIXED = {
     "off": OFF,
     "merge": replace(OFF, merge="on"),
     "rebalance": replace(OFF, rebalance="on"),
-    "rebalance auto": replace(OFF, rebalance="auto"),
     "queues": replace(OFF, queues="motet"),
     "foresight": replace(OFF, foresight="on"),
-    "assist": replace(OFF, assist=PROCESSES),
-    "all on": Setting(merge="on", rebalance="on", queues="motet", foresight="on", assist=PROCESSES),
-    "auto": Setting(merge="auto", rebalance="auto", queues="auto", foresight="auto", assist=PROCESSES),
-    "auto-assist": Setting(merge="auto", rebalance="auto", queues="auto", foresight="auto"),
+    "assist": replace(OFF, assist=ASSIST),
+    "all on": Setting(merge="on", rebalance="on", queues="motet", foresight="on", assist=ASSIST),
+}
+AUTO = Setting(merge="auto", rebalance="auto", queues="auto", foresight="auto", assist=ASSIST)
+ALONE = {
     "merge auto": replace(OFF, merge="auto"),
+    "rebalance auto": replace(OFF, rebalance="auto"),
     "queues auto": replace(OFF, queues="auto"),
     "foresight auto": replace(OFF, foresight="auto"),
 }
+"""Each `auto` alone."""
+SETTINGS = {**FIXED, "auto": AUTO, **ALONE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +177,7 @@ def worker(load: Load, setting: Setting) -> WorkerSpec:
     )  # fmt: skip
     mib_row_ms = MIB / ELEMENT_BYTES * FLOPS_PER_ELEMENT / (GFLOPS * 1e6)
     assist = AssistRates(
-        PROCESSES, mib_row_ms=mib_row_ms, mib_ms=MIB / (READ_GBPS * 1e6), start_ms=START_MS, core_share=CORE_SHARE
+        ASSIST, mib_row_ms=mib_row_ms, mib_ms=MIB / (READ_GBPS * 1e6), start_ms=START_MS, core_share=CORE_SHARE
     )
     return WorkerSpec(
         limits=limits,

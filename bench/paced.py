@@ -19,10 +19,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from motet.cli.main import main
+from motet.policies.step.batch_state import StepPlan
 from motet.policies.times.step_record import Step
-from motet.services.worker.engines.request import StepOutput
+from motet.services.worker.engines.request import StepOutput, StepStats
 from motet.services.worker.native import engine
 from motet.services.worker.native.engine import Engine
+from motet.services.worker.native.sampler import Drawn
 from motet.services.worker.native.seats import LiveSequence
 from motet.shared import clock, telemetry
 from motet.shared.model import FinishReason, SamplingParams
@@ -89,22 +91,30 @@ class Schedule:
 
 
 def keep(pace: Pace) -> None:
-    """Make every step of this process that computes at least one row take its time."""
-    step, schedule = Engine.step, Schedule()
+    """Make every step of this process that computes at least one row take its time, also where the engine itself measures it."""
+    step, run, schedule = Engine.step, Engine._run, Schedule()
+    began_s = 0.0
 
-    def paced(self: Engine, now_s: float) -> StepOutput:
+    def paced_run(self: Engine, plan: StepPlan[LiveSequence], stats: StepStats) -> Drawn | None:
+        drawn = run(self, plan, stats)
+        if stats.decode_rows or stats.prefill_requests:
+            takes_s, computed_s = pace.takes_ms(stats) / 1000.0, clock.now_s() - began_s
+            time.sleep(max(0.0, schedule.end_s(began_s, takes_s) - clock.now_s()))
+            PACED_S.inc(takes_s)
+            COMPUTED_S.inc(computed_s)
+        return drawn
+
+    def paced_step(self: Engine, now_s: float) -> StepOutput:
+        nonlocal began_s
         began_s = clock.now_s()
         output = step(self, now_s)
         stats = output.stats
         if stats.decode_rows or stats.prefill_requests:
-            takes_s, computed_s = pace.takes_ms(stats) / 1000.0, clock.now_s() - began_s
-            time.sleep(max(0.0, schedule.end_s(began_s, takes_s) - clock.now_s()))
             schedule.ended(clock.now_s(), busy=stats.running + stats.waiting > 0)
-            PACED_S.inc(takes_s)
-            COMPUTED_S.inc(computed_s)
         return output
 
-    setattr(Engine, "step", paced)  # noqa: B010 - mypy knows no assignment to a method of another module
+    setattr(Engine, "_run", paced_run)  # noqa: B010 - mypy knows no assignment to a method of another module
+    setattr(Engine, "step", paced_step)  # noqa: B010
 
 
 def end_by_seed() -> None:
