@@ -1,6 +1,6 @@
 """Three workloads of `bench.adaptive` on two live workers of the demo model with paced steps (`bench.paced`).
 
-LoRA takes some 15% of a full step. The capacity is measured first. Settings run in turns, the order changes with each round, and
+LoRA takes some 27% of a full step (dLoRA measures 39% with einsum). The capacity is measured first. Settings run in turns, the order changes with each round, and
 each starts a mesh of its own: everything off, all on `auto`, and what the twin found best of the fixed settings in some workload
 (merging and moves on). Adapters have rank 64.
 """
@@ -22,13 +22,13 @@ from motet.examples.demo import DEMO
 
 TENANT = "bench"
 HEADERS = {"authorization": f"Bearer key-{TENANT}"}
-MODELS = ("upper-case", "reverse", "rotate", "title-case")
+MODELS = ("rotate", "sort-letters", "word-order", "tool-caller")
 HOT = MODELS[0]
 WORKERS, SEATS = 2, 8
-PACE = paced.Pace(step_ms=18.0, token_ms=0.2, row_ms=0.3, rank_ms=0.006)
+PACE = paced.Pace(step_ms=18.0, token_ms=0.2, row_ms=0.3, rank_ms=0.015)
 PROMPT_TOKENS, OUTPUT_TOKENS = 48, 64
 SECONDS, ROUNDS = 20.0, 3
-WANTED = Kind(name="standard", ttft_slo_ms=1000.0, tpot_slo_ms=60.0)
+WANTED = Kind(name="standard", ttft_slo_ms=1000.0, tpot_slo_ms=70.0)
 LOADS = {"one hot adapter": (0.8, "latency"), "burst on one adapter": (0.5, "goodput"), "overload 1.3 x": (1.3, "goodput")}
 """Share of the capacity, and the measure."""
 BURST, BURST_S = 1.2, (0.4, 0.6)
