@@ -36,11 +36,8 @@ from numpy.typing import NDArray
 
 from bench import report
 from bench.rivals import POLICIES
+from bench.rivals.parts import ABLATIONS
 from bench.watch import Watch
-from motet.policies.cluster import shared_cost
-from motet.policies.cluster.candidates import Ask
-from motet.policies.cluster.choice import Choice, Choose
-from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.times.perf_model import MIB
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.shared.worker_options import WorkerOptions
@@ -198,36 +195,6 @@ def measure(setting: Setting, case: Case) -> Outcome:
     return outcome
 
 
-def _without_shared_prefill(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
-    opened_ms = state.table["opened_ms"]
-    kept = opened_ms.copy()
-    opened_ms[:] = LONG_AGO_MS  # so that no prefill can be joined
-    try:
-        return shared_cost.choose(state, ask, fit, now_s, length)
-    finally:
-        opened_ms[:] = kept
-
-
-def _without_sparing_the_young(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
-    kept = shared_cost._YOUNG, shared_cost._EACH
-    shared_cost._YOUNG = shared_cost._EACH = np.array(0.0)
-    try:
-        return shared_cost.choose(state, ask, fit, now_s, length)
-    finally:
-        shared_cost._YOUNG, shared_cost._EACH = kept
-
-
-def _without_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
-    return shared_cost.choose(state, msgspec.structs.replace(ask, adapter="", adapter_bytes=0), fit, now_s, length)
-
-
-LONG_AGO_MS = -1e15
-ABLATIONS: dict[str, Choose] = {
-    "motet without shared prefills": _without_shared_prefill,
-    "motet without sparing the young": _without_sparing_the_young,
-    "motet without affinity": _without_affinity,
-}
-"""Motet's policy with one part of it off."""
 RIVALS = ("most-idle", "random", "first-fit")  # of the paper's comparisons
 BOUND = "motet, perfect state and lengths"
 """What Motet's policy would reach with true lengths and states without delay."""

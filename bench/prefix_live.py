@@ -33,8 +33,7 @@ KEY = "key-bench"
 VARIABLES = {
     "MOTET_MAX_RUNNING": str(SEATS),
     "MOTET_ADMISSION": "room",
-    paced.VARIABLE: str(STEP_MS),
-    paced.TOKEN_VARIABLE: str(TOKEN_MS),
+    **paced.Pace(step_ms=STEP_MS, token_ms=TOKEN_MS).variables(),
 }
 
 

@@ -44,7 +44,7 @@ VARIABLES = {
     "MOTET_ADMISSION": "room",
     "MOTET_MAX_RUNNING": str(SEATS),
     "MOTET_MAX_WAITING": "4096",
-    paced.VARIABLE: str(STEP_MS),
+    **paced.Pace(step_ms=STEP_MS).variables(),
 }
 
 

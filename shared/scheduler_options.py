@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from motet.shared.worker_options import Switch
+
 AdmissionName = Literal["objective", "room"]
 _Seconds = Annotated[float, Meta(gt=0)]
 
@@ -28,8 +30,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Without a report for so long, a worker gets no requests."""
     in_flight_s: _Seconds = 3.0
     """For so long an accepted request counts as load while the worker's state does not show it."""
-    rebalance: bool = False
-    """Running requests move from workers with long queues to others, and adapters are placed by demand."""
+    rebalance: Switch = "off"
+    """auto: waiting requests move to workers where they run sooner. on: running ones move as well, and adapters are placed by
+    demand."""
     kv_travel: bool = True
     """A request that moves fetches its KV blocks where that is faster than computing them again."""
     place_s: _Seconds = 180.0

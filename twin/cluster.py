@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.describe import brief_of
 from motet.policies.cluster.migration_plan import Plan
-from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer
+from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer, Rebalancing
 from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, Cadence
 from motet.shared.model import RequestBrief
 from motet.shared.wire.worker_state import WorkerState
@@ -154,11 +154,13 @@ class Cluster:
             self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
 
     def _begin_balancing(self, scheduler: SchedulerSpec, balance: BalanceSpec | None) -> None:
-        if scheduler.rebalance:
-            balance = balance or BalanceSpec(config=self.schedulers[0].core.rebalance)
+        if scheduler.rebalance == "on":
             self.events.at(round(scheduler.place_s * PS_PER_S), MESSAGE, self._place_adapters)
         if balance is not None:
-            self._rebalancer = Rebalancer(balance.config)
+            self._rebalancer: Rebalancing = Rebalancer(balance.config)
+        elif scheduler.rebalance != "off":
+            self._rebalancer, balance = self.schedulers[0].core.rebalancer(), BalanceSpec()
+        if balance is not None:
             self.events.at(round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)
 
     def run(self, until_s: float | None = None, *, progress: Callable[[float], None] | None = None) -> None:
@@ -287,7 +289,7 @@ class Cluster:
         )
         for question in questions:
             began_s = balance.clock_s()
-            plan = question.answer(balance.config.plan)
+            plan = question.answer(self._rebalancer.config.plan)
             self.plans.append((balance.clock_s() - began_s, plan))
             self._rebalancer.moved([plan], now_s)
             for moved in plan.moves:

@@ -192,6 +192,8 @@ class Engine:
             self._look(copies)
         if self._coming:
             self._bring(copies)
+            if copies is not None:
+                self._look(copies)  # the decision needs to know of copies that have just begun
         if not self._shell.busy:
             return
         merging = self._merging

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,14 @@ DRAIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A running mesh. `port`: of its gateway; `data_dir`: of the stack."""
+    """A running mesh. `port`: of its gateway; `data_dir`: of the stack.
+
+    `replace(variables, *services)` replaces services of these names by new ones with further MOTET_* variables.
+    """
 
     port: int
     data_dir: Path
+    replace: Callable[..., None]
 
     @property
     def url(self) -> str:
@@ -54,31 +58,41 @@ def started_mesh(options: StackOptions, variables: Mapping[str, str] = {}, *, mo
 
     `variables`: MOTET_* variables of its services. `module`: what Python runs as each of them.
     """
-    before = {name: os.environ.get(name) for name in variables}
+    before = dict(os.environ)
     os.environ |= variables  # the services take what no flag says from their environment
     stack = Stack(options, _Failures(), program=(sys.executable, "-m", module))
     with asyncio.Runner() as runner:
+
+        def replace(more: Mapping[str, str], *services: str) -> None:
+            os.environ.update(more)
+            runner.run(stack.replace(*services))
+
         try:
             runner.run(stack.start())
-            yield Mesh(int(stack.urls[0].rsplit(":", 1)[1]), options.data_dir)
+            yield Mesh(int(stack.urls[0].rsplit(":", 1)[1]), options.data_dir, replace)
         finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
+            os.environ.clear()
+            os.environ.update(before)
             runner.run(stack.stop())
 
 
 @contextmanager
-def demo_mesh(variables: Mapping[str, str], keys: str, *, workers: int = 1, module: str = "motet") -> Iterator[Mesh]:
-    """A context with a mesh of the demo model and its adapters. `keys`: lines of its key file."""
+def demo_mesh(
+    variables: Mapping[str, str],
+    keys: str,
+    *,
+    workers: int = 1,
+    module: str = "motet",
+    adapters: Path = DEMO / "adapters",
+) -> Iterator[Mesh]:
+    """A context with a mesh of the demo model. `keys`: lines of its key file; `adapters`: the directory of its adapters."""
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         key_file = Path(directory) / "keys"
         key_file.write_text(keys)
         options = StackOptions(
             model=str(DEMO / "model"),
             served_model_name=DEMO_BASE,
-            adapters_dir=str(DEMO / "adapters"),
+            adapters_dir=str(adapters),
             data_dir=Path(directory) / "data",
             workers=workers,
             api_keys_file=str(key_file),

@@ -184,11 +184,22 @@ class Stack:
             if name == "nats":
                 await self._supervisor.bounce(name, ready_s=READY_S)
             else:
-                gateway = name.startswith("gateway")
-                drain_s = RESTART_DRAIN_S if gateway else self.options.drain_s + MARGIN_S
-                await self._supervisor.replace(self._service(name), ready_s=READY_S, drain_s=drain_s, wait=not gateway)
+                await self._replace(name)
             self._write_facts()
             say(f"{name}: ready")
+
+    async def replace(self, *names: str) -> None:
+        """Replace some services by new ones side by side while the others serve. Raises supervisor.StartFailed."""
+        assert self._ready, "start() comes first"
+        self._generation += 1
+        await asyncio.gather(*map(self._replace, names))
+        self._write_facts()
+
+    async def _replace(self, name: str) -> None:
+        assert self._supervisor is not None, "start() comes first"
+        gateway = name.startswith("gateway")
+        drain_s = RESTART_DRAIN_S if gateway else self.options.drain_s + MARGIN_S
+        await self._supervisor.replace(self._service(name), ready_s=READY_S, drain_s=drain_s, wait=not gateway)
 
     async def failed(self) -> None:
         """Wait until the supervision of a process fails."""

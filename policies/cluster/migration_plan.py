@@ -85,6 +85,8 @@ class Plan:
     before_ms: float = 0.0
     after_ms: float = 0.0
     bound_ms: float = 0.0
+    waits: tuple[tuple[float, float], ...] = ()
+    """Of each request that waits: its predicted wait without and with its move, in milliseconds."""
 
 
 def plan(replicas: Sequence[Replica], adapter_memory: Mapping[str, float], config: PlanConfig) -> Plan:

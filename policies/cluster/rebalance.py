@@ -15,8 +15,9 @@ and a waiting one nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -71,6 +72,38 @@ class Question:
     def answer(self, config: PlanConfig) -> Plan:
         """The plan. It takes milliseconds to compute."""
         return plan(self.replicas, NO_MEMORY, config)
+
+
+class Asked(Protocol):
+    """The workers of a base model for which a plan is to be made. `Question` is one."""
+
+    @property
+    def base_model(self) -> str:
+        """The name of the base model."""
+
+    @property
+    def pressure(self) -> Pressure:
+        """Why."""
+
+    def answer(self, config: PlanConfig) -> Plan:
+        """The plan."""
+
+
+class Rebalancing(Protocol):
+    """The planning of one scheduler. `Rebalancer` is one."""
+
+    config: RebalanceConfig
+
+    def questions(
+        self, state: ClusterState, now_s: float, *, stale_s: float, avg_resp_len: float, always: bool = False
+    ) -> Sequence[Asked]:
+        """What to plan now; with `always` whatever the triggers say (a dry run)."""
+
+    def moved(self, plans: Iterable[Plan], now_s: float) -> None:
+        """These plans were made and carried out."""
+
+    def travels(self, state: ClusterState, request_id: str, source: str, to: str) -> bool:
+        """Whether a request that moves should fetch its KV blocks; both workers are known."""
 
 
 @dataclass(eq=False)

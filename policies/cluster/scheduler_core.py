@@ -16,7 +16,8 @@ from motet.policies.cluster.demand import Demand
 from motet.policies.cluster.describe import ask_of
 from motet.policies.cluster.dispatch import POLICIES, Decision, decide
 from motet.policies.cluster.placement import Placing
-from motet.policies.cluster.rebalance import RebalanceConfig
+from motet.policies.cluster.queue_moves import AdapterSizes, QueueMoves
+from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer, Rebalancing
 from motet.shared.model import AdapterRef, RequestBrief
 from motet.shared.scheduler_options import SchedulerOptions
 from motet.shared.wire.prefixes import PrefixKeys
@@ -28,13 +29,15 @@ class SchedulerCore:
     def __init__(self, options: SchedulerOptions, state: ClusterState, *, choose: Choose | None = None) -> None:
         self.options, self.state = options, state
         self.placing = Placing()
+        self._sizes = AdapterSizes()
         self._demand = Demand()
         self._choose = choose or POLICIES.named(options.policy)()
 
-    @property
-    def rebalance(self) -> RebalanceConfig:
-        """How its rebalancer plans."""
-        return RebalanceConfig(kv_travel=self.options.kv_travel)
+    def rebalancer(self) -> Rebalancing:
+        """What plans moves of requests, as the options say."""
+        if self.options.rebalance == "on":
+            return Rebalancer(RebalanceConfig(kv_travel=self.options.kv_travel))
+        return QueueMoves(self._sizes)
 
     def ask(
         self,
@@ -52,8 +55,10 @@ class SchedulerCore:
 
         `repeated`: refusals of its tenant's requests that its gateway has given by itself; the others as in `Ask`.
         """
-        if self.options.rebalance and adapter is not None and not brief.epoch:
-            self.placing.asked(adapter, now_s)
+        if adapter is not None and not brief.epoch:
+            self._sizes.asked(adapter.digest, adapter.size_bytes)
+            if self.options.rebalance == "on":
+                self.placing.asked(adapter, now_s)
         standing = self._demand.asked(brief.tenant, brief.tenant_weight, now_s, 1 + max(0, repeated))
         size_bytes = adapter.size_bytes if adapter is not None else 0
         return ask_of(

@@ -16,9 +16,11 @@ parts:
 
 r's own time. Without it, slow workers would be filled like fast ones, and a queue would never outweigh a loaded adapter.
 
-Shared prefills. A prefill reads the whole model however few tokens it has. So a request that joins a prefill which is about
-to start costs the others only its own tokens. A queued prefill starts with the worker's next step. It came at `opened_ms`; a
-request that comes `t` later still joins it with probability 1 - t / step. Otherwise it causes a stall of its own.
+Shared prefills. A prefill that is a step of its own reads the whole model however few tokens it has. So a request that joins a
+prefill which is about to start costs the others only its own tokens. A queued prefill starts with the worker's next step. It
+came at `opened_ms`; a request that comes `t` later still joins it with probability 1 - t / step. Otherwise it causes a stall of
+its own. An engine that computes prompts and decodes in one pass reads the model once for both. Its workers learn that a prefill
+has hardly a `prefill_base_ms`, and nothing is shared.
 
 Recently started requests. A stall is spread over all tokens of a request, so it hurts the time per token most when the answer
 is short and has just begun. Which answers will be short is not known, so a stall costs up to 1 + YOUNG times as much just after
@@ -124,7 +126,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     tpot = step + per_token * perf.prefill_base_ms
     spare = t["kv_tokens_free"] - t["kv_tokens_promised"]
     if state.crowded or spare[spare.argmin()] < ask.tokens + out:
-        room = length * step * _turns(t, n - t["max_running"] + 1.0, tokens + out - spare)
+        room = length * step * turns(t, n - t["max_running"] + 1.0, tokens + out - spare)
         wait += room
         others += per_token * room
     cost = others
@@ -164,7 +166,7 @@ def _young(t: Mapping[str, NDArray], now_ms: NDArray, step_ms: Floats, age: Floa
     return np.maximum(running, queued, out=running)
 
 
-def _turns(t: Mapping[str, NDArray], behind: Floats, lacking: Floats) -> Floats:
+def turns(t: Mapping[str, NDArray], behind: Floats, lacking: Floats) -> Floats:
     """Time until there is room, as a share of the time that an average answer takes.
 
     In that time every seat becomes free once, and so do all used KV tokens. `behind` requests lack a seat. `lacking` tokens are

@@ -9,6 +9,7 @@ from msgspec import Meta
 from motet.policies.cluster.dispatch import POLICIES
 from motet.shared.config import EXPERT, ServiceConfig
 from motet.shared.scheduler_options import AdmissionName, SchedulerOptions
+from motet.shared.worker_options import Switch
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -82,8 +83,12 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(description="tokens of a prompt that a worker has in its prefix cache cost nothing there", extra=EXPERT),
     ] = True
     rebalance: Annotated[
-        Literal["off", "on"],
-        Meta(description="whether running requests move from workers with long queues to others; one of the schedulers plans"),
+        Switch,
+        Meta(
+            description="whether requests move from workers with long queues to others; one of the schedulers plans. auto: waiting"
+            " requests, where they are predicted to run sooner, while moves come out as predicted; on: running requests as well,"
+            " and adapters are placed by demand"
+        ),
     ] = "off"
     kv_travel: Annotated[
         Literal["off", "on"],
@@ -118,7 +123,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             attempts=self.attempts,
             stale_s=self.stale_s,
             in_flight_s=self.in_flight_s,
-            rebalance=self.rebalance == "on",
+            rebalance=self.rebalance,
             kv_travel=self.kv_travel == "on",
             place_s=self.place_s,
         )

@@ -10,13 +10,12 @@ key, and another one takes over when the key has not changed for `EXPIRY_S`. A h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from motet.policies.cluster import rebalance
 from motet.policies.cluster.migration_plan import Plan
-from motet.policies.cluster.rebalance import Question, RebalanceConfig
+from motet.policies.cluster.rebalance import Asked, Rebalancing
 from motet.services.scheduler import metrics
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.placer import Placer
@@ -81,7 +80,7 @@ class Turn:
 class Rebalancer:
     """Plans moves of requests and placements of adapters. Of several schedulers only the one with the role acts.
 
-    `mean_tokens`: the average output length; `identity`: unique to this process.
+    `mean_tokens`: the average output length; `identity`: unique to this process; without a `placer` adapters are not placed.
     """
 
     def __init__(
@@ -92,12 +91,11 @@ class Rebalancer:
         *,
         identity: str,
         stale_s: float,
-        config: RebalanceConfig,
-        placer: Placer,
+        policy: Rebalancing,
+        placer: Placer | None,
     ) -> None:
         self._bus, self._cluster, self._mean_tokens = bus, cluster, mean_tokens
-        self._identity, self._stale_s, self._config = identity, stale_s, config
-        self._policy = rebalance.Rebalancer(config)
+        self._identity, self._stale_s, self._policy = identity, stale_s, policy
         self._placer = placer
         self._turn: Turn | None = None
 
@@ -117,7 +115,7 @@ class Rebalancer:
                     await asyncio.wait_for(self._renew(), timeout=STOP_S)
                 if self.planning:
                     await self._move()
-                    if now_s() - placed_s >= self._placer.every_s:
+                    if self._placer is not None and now_s() - placed_s >= self._placer.every_s:
                         placed_s = now_s()
                         await self._placer.place()
             except (MotetError, TimeoutError) as error:
@@ -138,15 +136,15 @@ class Rebalancer:
         """The plan for the present state, whatever the triggers say and whichever scheduler has the role."""
         return [_shown(question, await self._answer(question)) for question in self._questions(always=True)]
 
-    def _questions(self, *, always: bool = False) -> list[Question]:
+    def _questions(self, *, always: bool = False) -> Sequence[Asked]:
         return self._policy.questions(
             self._cluster.state, now_s(), stale_s=self._stale_s, avg_resp_len=self._mean_tokens(), always=always
         )
 
-    async def _answer(self, question: Question) -> Plan:
+    async def _answer(self, question: Asked) -> Plan:
         """The plan, made in a thread, so that the event loop continues."""
         began_s = now_s()
-        plan = await asyncio.to_thread(question.answer, self._config.plan)
+        plan = await asyncio.to_thread(question.answer, self._policy.config.plan)
         metrics.PLAN_S.observe(now_s() - began_s)
         return plan
 
@@ -189,7 +187,7 @@ class Rebalancer:
         return found
 
 
-def _shown(question: Question, plan: Plan) -> PlanStatus:
+def _shown(question: Asked, plan: Plan) -> PlanStatus:
     pressure = question.pressure
     return PlanStatus(
         base_model=question.base_model,

@@ -85,6 +85,7 @@ class SchedulerService(BusService):
         bus.spawn(self._tick())
         await self._settle(watching)
         identity = f"{self.id}-{secrets.token_hex(8)}"
+        places = self._core.options.rebalance == "on"
         self.placer = placer = Placer(bus, self.cluster, self._core, identity=identity)
         self.rebalancer = Rebalancer(
             bus,
@@ -92,11 +93,12 @@ class SchedulerService(BusService):
             self.lengths.mean_tokens,
             identity=identity,
             stale_s=self._config.stale_s,
-            config=self._core.rebalance,
-            placer=placer,
+            policy=self._core.rebalancer(),
+            placer=placer if places else None,
         )
-        if self._core.options.rebalance:
+        if places:
             await placer.start()
+        if self._core.options.rebalance != "off":
             bus.spawn(self.rebalancer.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)

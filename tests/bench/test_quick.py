@@ -33,6 +33,7 @@ FIGURES = {
         "policies",
         "ablation",
     },
+    "cluster_live": {"attainment", "attainment_best_rival", "tpot_vs_mostidle", "twin_rank_order", "twin_error_p50"},
     "chameleon": {
         "load_vs_slora",
         "ttft_p99_vs_slora",

@@ -1,0 +1,239 @@
+"""Moves waiting requests to workers where they are predicted to run sooner: `--rebalance auto`.
+
+    ClusterState ──> predicted waits of each worker's queue ──> the last of the longest queue goes where it waits less ──> ...
+
+A request that waits has no KV and no token yet, so its move costs the others nothing but what it would cost them where it is: its
+prefill. It costs itself the step that is under way, its prompt's cached blocks, and the copy of its adapter where that is not on
+the device. All of it is counted, from the times that workers measure:
+
+    here   = the time until as many running requests have ended as are too many + the queue's prefill
+    there  = the same on the other worker, with this request behind its queue + its adapter's copy and fetch + a step here
+
+It moves if `there` is below half of `here` (EVEN); that is what separates a prediction from its errors. `check` compares what
+moved requests waited with what they were predicted to wait without a move, and stops moving when that is no gain
+(`policies.cluster.move_check`). Running requests never move: their KV would be computed again.
+
+Queues that differ arise where lengths of answers come out differently from what was predicted, where requests follow their
+adapter, and with more work than the workers can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.holders import ON_HOST
+from motet.policies.cluster.migration_plan import Moved, Plan, PlanConfig
+from motet.policies.cluster.move_check import MoveCheck
+from motet.policies.cluster.rebalance import EVEN, Pressure, RebalanceConfig
+from motet.policies.cluster.shared_cost import turns
+from motet.policies.cluster.worker_load import tokens_left
+from motet.policies.times.perf_model import Floats
+from motet.shared.model import RequestBrief
+
+MOST = 64
+"""Requests that move at a time."""
+LEAST_GAIN_MS = 250.0
+"""A smaller gain could not be checked: waits are looked at every quarter of a second."""
+REST_S = 10.0
+"""A request that moved stays for this time."""
+SIZES_KEPT = 4096
+
+
+class AdapterSizes:
+    """Bytes of the adapters that were asked for lately; an unknown one counts as large as the mean of the others."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+        self._total = 0
+
+    def asked(self, digest: str, size_bytes: int) -> None:
+        """A request for the adapter came."""
+        if digest in self._sizes:
+            return
+        if len(self._sizes) >= SIZES_KEPT:
+            self._total -= self._sizes.pop(next(iter(self._sizes)))
+        self._sizes[digest] = size_bytes
+        self._total += size_bytes
+
+    def of(self, digest: str) -> float:
+        """The size of an adapter."""
+        return self._sizes.get(digest, self._total / max(1, len(self._sizes)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitingMoves:
+    """What to move between the workers of a base model now. `answer` is there at once."""
+
+    base_model: str
+    pressure: Pressure
+    plan: Plan
+
+    def answer(self, config: PlanConfig) -> Plan:
+        """The plan."""
+        return self.plan
+
+
+@dataclass(eq=False)
+class QueueMoves:
+    """The planning of one scheduler with `--rebalance auto`, called as `rebalance.Rebalancer` is."""
+
+    sizes: AdapterSizes = field(default_factory=AdapterSizes)
+    check: MoveCheck = field(default_factory=MoveCheck)
+    config: RebalanceConfig = field(default_factory=RebalanceConfig)
+    _moved_s: dict[str, float] = field(default_factory=dict)  # request id -> when it moved
+
+    def questions(
+        self, state: ClusterState, now_s: float, *, stale_s: float, avg_resp_len: float, always: bool = False
+    ) -> list[WaitingMoves]:
+        """What to move now. With `always` (a dry run) nothing is remembered, and earlier failures do not count."""
+        if not always:
+            self._moved_s = {one: at_s for one, at_s in self._moved_s.items() if now_s - at_s < REST_S}
+            self.check.look(state, now_s)
+        table, found = state.table, []
+        live = (table["base"] >= 0) & (table["heard_s"] >= now_s - stale_s) & ~table["draining"]
+        if not always and not (live & (table["queued"] > 0)).any():
+            return []
+        for base in np.unique(table["base"][live]).tolist():
+            rows = np.flatnonzero(live & (table["base"] == base))
+            if len(rows) < 2:
+                continue
+            queues = _Queues(state, rows, avg_resp_len, self.check.longer)
+            waits = queues.wait_ms()
+            if not always:
+                self._follow(state, queues, waits, now_s)
+                if not self.check.open(now_s):
+                    continue
+            plan = self._plan(state, queues)
+            if always or plan.moves:
+                pressure = Pressure(most_ms=float(waits.max()), least_ms=float(waits.min()), late=queues.late(waits))
+                found.append(WaitingMoves(base_model=state.base_model(base), pressure=pressure, plan=plan))
+        return found
+
+    def moved(self, plans: Iterable[Plan], now_s: float) -> None:
+        """These plans were carried out."""
+        for plan in plans:
+            for move, wait in zip(plan.moves, plan.waits, strict=True):
+                self._moved_s[move.request_id] = now_s
+                self.check.moved(move.request_id, move.to, now_s, wait)
+
+    def travels(self, state: ClusterState, request_id: str, source: str, to: str) -> bool:
+        """Whether a request that moves should fetch its KV blocks: it has none."""
+        return False
+
+    def _follow(self, state: ClusterState, queues: _Queues, waits: Floats, now_s: float) -> None:
+        """Remember what the last of each queue is predicted to wait."""
+        for at in np.flatnonzero(waits > 0).tolist():
+            worker_id = state.ids[queues.rows[at]]
+            last = _movable(state, worker_id, ())[-1:]
+            for brief in last:
+                self.check.stays(brief.request_id, worker_id, now_s, float(waits[at]))
+
+    def _plan(self, state: ClusterState, queues: _Queues) -> Plan:
+        waits = queues.wait_ms()
+        before_ms = float(waits.max())
+        movable: dict[int, list[RequestBrief]] = {}
+        moves: list[Moved] = []
+        expected: list[tuple[float, float]] = []
+        loads: list[tuple[str, str]] = []
+        while len(moves) < MOST:
+            source = int(np.argmax(waits))
+            if waits[source] <= 0.0:
+                break
+            if source not in movable:
+                movable[source] = _movable(state, state.ids[queues.rows[source]], self._moved_s)
+            brief = movable[source].pop() if movable[source] else None
+            there = queues.there_ms(brief, source, self._copy_ms(state, queues, brief)) if brief is not None else None
+            if brief is None or there is None or there.min() >= min(EVEN * waits[source], waits[source] - LEAST_GAIN_MS):
+                waits[source] = 0.0  # nothing moves from here
+                continue
+            to = int(np.argmin(there))
+            expected.append((float(waits[source]), float(there[to])))
+            move = Moved(brief.request_id, brief.adapter_digest, *(state.ids[queues.rows[at]] for at in (source, to)))
+            moves.append(move)
+            if brief.adapter_digest and brief.adapter_digest not in state.adapters(move.to):
+                loads.append((brief.adapter_digest, move.to))
+            queues.shift(brief, source, to)
+            now = queues.wait_ms()
+            waits[source], waits[to] = now[source], 0.0  # what has come to a worker leaves it in no plan
+        after_ms = float(queues.wait_ms().max())
+        return Plan(
+            moves=tuple(moves), loads=tuple(loads), before_ms=before_ms, after_ms=after_ms, waits=tuple(expected)
+        )
+
+    def _copy_ms(self, state: ClusterState, queues: _Queues, brief: RequestBrief | None) -> Floats | float:
+        """The time to bring the request's adapter to each worker."""
+        if brief is None or not brief.adapter_digest:
+            return 0.0
+        copy, fetch = (times[queues.rows].copy() for times in state.perf.transfer_ms(round(self.sizes.of(brief.adapter_digest))))
+        if (held := state.holders(brief.adapter_digest)) is not None:
+            copy[np.isin(queues.rows, held.rows[held.loaded])] = 0.0
+            fetch[np.isin(queues.rows, held.rows[(held.bits & ON_HOST) > 0])] = 0.0
+            fetch[np.isin(queues.rows, held.rows[held.loaded])] = 0.0
+        return copy + fetch
+
+
+def _movable(state: ClusterState, worker_id: str, rest: Mapping[str, float] | tuple[()]) -> list[RequestBrief]:
+    """The requests of a worker that wait and have no token yet, the last in its order at the end."""
+    briefs = [
+        one
+        for one in state.requests(worker_id).values()
+        if one.phase == "waiting" and not one.output_tokens and one.request_id not in rest
+    ]
+    briefs.sort(key=lambda one: one.ttft_slo_ms or float("inf"))  # as they came where that is equal
+    return briefs
+
+
+class _Queues:
+    """The queues of the workers in `rows`, as they would be after moves. Waits are those of `shared_cost`."""
+
+    def __init__(self, state: ClusterState, rows: NDArray[np.intp], avg_resp_len: float, longer: float) -> None:
+        self.rows, self._state = rows, state
+        self._t = t = {name: state.table[name][rows] for name in _COLUMNS}
+        self._answer_ms = longer * avg_resp_len * t["step_ms"]
+        self._longer = longer
+
+    def _wait_ms(self, behind: Floats, lacking: Floats, own_ms: Floats | float) -> Floats:
+        return self._answer_ms * turns(self._t, behind, lacking) + self._longer * (self._t["queue_ms"] + own_ms)
+
+    def wait_ms(self) -> Floats:
+        """What the last request of each queue is predicted to wait; 0 without one."""
+        t = self._t
+        wait = self._wait_ms(t["exists"] - t["max_running"], t["kv_tokens_promised"] - t["kv_tokens_free"], 0.0)
+        return np.where(t["queued"] > 0, wait, 0.0)
+
+    def there_ms(self, brief: RequestBrief, source: int, copy_ms: Floats | float) -> Floats:
+        """What this request of the worker `source` would wait on each other worker."""
+        t, tokens = self._t, float(brief.prompt_tokens)
+        lacking = tokens + tokens_left(brief) + t["kv_tokens_promised"] - t["kv_tokens_free"]
+        wait = self._wait_ms(t["exists"] - t["max_running"] + 1.0, lacking, t["prefill_token_ms"] * tokens)
+        wait = wait + copy_ms + t["step_ms"][source]
+        wait[source] = np.inf
+        return np.where((t["exists"] >= t["max_requests"]) | t["refusing"], np.inf, wait)
+
+    def shift(self, brief: RequestBrief, source: int, to: int) -> None:
+        """The request moves."""
+        t, tokens = self._t, float(brief.prompt_tokens)
+        for at, sign in ((source, -1.0), (to, 1.0)):
+            t["exists"][at] += sign
+            t["queued"][at] += sign
+            t["kv_tokens_promised"][at] += sign * (tokens + tokens_left(brief))
+            t["queue_ms"][at] += sign * t["prefill_token_ms"][at] * tokens
+
+    def late(self, waits: Floats) -> int:
+        """Workers where a request waits for longer than its objective."""
+        return sum(
+            any(0 < one.ttft_slo_ms < waits[at] for one in _movable(self._state, self._state.ids[row], ()))
+            for at, row in enumerate(self.rows.tolist())
+            if waits[at] > 0
+        )
+
+
+_COLUMNS = (
+    "exists", "running", "queued", "max_running", "max_requests", "refusing", "queue_ms", "step_ms", "kv_tokens_free",
+    "kv_tokens_promised", "kv_tokens_total", "prefill_token_ms",
+)  # fmt: skip
