@@ -192,6 +192,10 @@ class LateLast(Generic[S]):
         self.late -= seq.late
         seq.late = False
 
+    def holds_s(self, state: AdmissionState[S], now_s: float) -> float:
+        """When the next waiting request is late."""
+        return min([at_s for seq in state.waiting if (at_s := self._late_s[seq.order]) > now_s], default=inf)
+
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
         """The waiting requests in their order."""
         if now_s >= self._next_s:
@@ -209,6 +213,13 @@ class LateLast(Generic[S]):
         seq.late = late
         self.late += 1 if late else -1
         insert(state.waiting, seq)
+
+
+def order_holds_s(queues: object, state: AdmissionState[S], now_s: float) -> float:
+    """Until when waiting requests stay in this order if nothing else happens."""
+    if not isinstance(queues, LateLast):
+        return inf
+    return queues.holds_s(state, now_s)
 
 
 def mechanism_of(queues: object, waiting: int) -> dict[str, Mechanism]:
