@@ -89,7 +89,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             " requests, where they are predicted to run sooner, while moves come out as predicted; on: running requests as well,"
             " and adapters are placed by demand"
         ),
-    ] = "off"
+    ] = "auto"
     kv_travel: Annotated[
         Literal["off", "on"],
         Meta(
