@@ -24,13 +24,13 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_loras: _Count = 64
     """Adapters on the device at once."""
     prefix_cache: bool = False
-    queues: str = "fcfs"
+    queues: str = "auto"
     """A name of `policies.step.request_queues.QUEUES`."""
     eviction: str = "next-use"
     """Of adapters on the device and in host memory: a name of `policies.memory.eviction.EVICTIONS`."""
     prefetch: Annotated[int, Meta(ge=0)] = 0
     """Waiting requests whose adapters are copied before their turn."""
-    foresight: Switch = "off"
+    foresight: Switch = "auto"
     """Adapters are brought before a request asks for them."""
     cold_start: ColdStartName = "auto"
     """How requests start while their adapter is being copied, where copies run beside the steps."""

@@ -9,6 +9,7 @@ device (`twin.link`), and changes of the weights (`twin.merged_steps`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from motet.policies.step.plan_numbers import count_plan
 from motet.policies.worker.assemble import DeviceMemory, batch_core
 from motet.policies.worker.worker_events import Stepped
 from motet.shared.model import AdapterRef
-from motet.twin.events import STEP, Events
+from motet.twin.events import STEP, Events, to_ps
 from motet.twin.link import Copies
 from motet.twin.merged_steps import MergedSteps
 from motet.twin.metrics import Metrics
@@ -218,6 +219,8 @@ class Engine:
             first_ps += merging.switch_ps(plan) + slice_ps
         self._serial += 1
         self._run = run = Run(plan, batch, slice_ps, now_ps, first_ps, growth_ps, steps, left, self._serial)
+        if steps > 1 and (until_s := self.batches.order_holds_s(self._events.now_s)) < inf:
+            run.steps = steps = min(steps, run.ended_by(to_ps(1e3 * until_s) - 1) + 1)
         self._events.at(now_ps + run.took_ps(steps), STEP, self._end, self._serial)
 
     def _resume(self, serial: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import count
+from math import inf
 from typing import Generic, Protocol
 
 from motet.policies.memory.adapter_slots import AdapterSlots, Grant
@@ -26,7 +27,7 @@ from motet.policies.step.cold_start import AssistRates, ColdStarts
 from motet.policies.step.merge_decision import Merging, Modes
 from motet.policies.step.merged_copy import MergedCopy, SpareMemory
 from motet.policies.step.paying_merge import PayingMerge
-from motet.policies.step.request_queues import Queues, mechanism_of
+from motet.policies.step.request_queues import Queues, mechanism_of, order_holds_s
 from motet.policies.times.perf_model import Coefficients
 from motet.shared.model import Mechanism, PerfModel
 
@@ -163,6 +164,12 @@ class BatchCore(Generic[S]):
         if self.copy is not None:
             found["merge"] = self.copy.mechanism
         return found
+
+    def order_holds_s(self, now_s: float) -> float:
+        """Until when no other waiting sequence may join if nothing else happens."""
+        if not self.state.waiting or len(self.state.running) >= self.seats:
+            return inf
+        return order_holds_s(self._admission.queues, self.state, now_s)
 
     # ---- a step
 

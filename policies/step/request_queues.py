@@ -188,6 +188,10 @@ class LateLast(Generic[S]):
         """The request has ended."""
         self._late_s.pop(seq.order, None)
 
+    def holds_s(self, state: AdmissionState[S], now_s: float) -> float:
+        """When the next waiting request is late."""
+        return min([at_s for seq in state.waiting if (at_s := self._late_s[seq.order]) > now_s], default=inf)
+
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
         """The waiting requests as they came, or, while the first of them is late, those in time before the others."""
         waiting, late_s = state.waiting, self._late_s
@@ -199,6 +203,13 @@ class LateLast(Generic[S]):
         if self._in_time >= TURN:
             late.remove(waiting[0].order)
         return sorted(waiting, key=lambda seq: (seq.priority, seq.order in late))[:WINDOW]
+
+
+def order_holds_s(queues: object, state: AdmissionState[S], now_s: float) -> float:
+    """Until when waiting requests stay in this order if nothing else happens."""
+    if not isinstance(queues, LateLast):
+        return inf
+    return queues.holds_s(state, now_s)
 
 
 def mechanism_of(queues: object, waiting: int) -> dict[str, Mechanism]:

@@ -96,8 +96,9 @@ def served(engine: Engine, workload: Workload, prompts: list[list[int]], adapter
     for i, prompt in enumerate(prompts):
         adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
         one = request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i]))
-        requests.append(msgspec.structs.replace(one, predicted_tokens=int(workload.output_tokens[i])))
-    return run(engine, requests, per_step=1)
+        arrival_s = float(workload.arrival_s[i])
+        requests.append(msgspec.structs.replace(one, predicted_tokens=int(workload.output_tokens[i]), arrival_s=arrival_s))
+    return run(engine, requests, per_step=1, clock_s=1e-3)
 
 
 def simulated(

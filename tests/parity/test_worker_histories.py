@@ -197,6 +197,7 @@ def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload
     """The live history of a workload, and what the twin needs to produce the same one."""
     model_dir, adapters = checkpoint
     decides: dict[str, Any] = {"max_loras": setting.max_loras, "prefix_cache": setting.prefix_cache, "max_step_tokens": 48}
+    decides["foresight"] = "off"  # ticks are no part of the histories
     options: dict[str, Any] = {}
     link = None
     if setting.copies != "between the steps":

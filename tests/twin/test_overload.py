@@ -7,6 +7,7 @@ import pytest
 
 from motet.policies.cluster.objectives import Admission
 from motet.shared.model import PerfModel, Slo, WorkerLimits
+from motet.shared.worker_options import DEFAULTS, WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
@@ -45,14 +46,14 @@ def offered(load: float) -> Workload:
     )
 
 
-def served(load: float, admission: Admission) -> tuple[float, float]:
+def served(load: float, admission: Admission, queues: str = DEFAULTS.queues) -> tuple[float, float]:
     """(requests served within their objectives per second, that share of the interactive requests)."""
     workload = offered(load)
     limits = WorkerLimits(
         base_model="b", max_model_len=1024, max_running=SEATS, max_waiting=256, block_size=16, kv_blocks_total=4000,
         adapter_bytes_total=1 << 30, max_lora_rank=64,
     )  # fmt: skip
-    worker = WorkerSpec(limits=limits, perf=PERF, steps=PerfSteps(PERF))
+    worker = WorkerSpec(limits=limits, perf=PERF, steps=PerfSteps(PERF), options=WorkerOptions(queues=queues))
     cluster = Cluster(workload, [worker], SchedulerSpec(admission=admission))
     cluster.run()
     times = Latencies.of(workload, cluster.metrics)
@@ -73,7 +74,9 @@ def test_goodput_stays_near_its_peak_and_interactive_requests_keep_their_objecti
     assert goodput >= 0.9 * peak and interactive >= 0.9
 
 
-def test_without_admission_by_objective_nearly_all_requests_miss_under_overload() -> None:
-    peak, _ = served(1.0, "room")
-    goodput, _ = served(3.0, "room")
-    assert goodput < 0.5 * peak
+def test_without_admission_by_objective_first_come_first_served_keeps_few_objectives_under_overload() -> None:
+    peak, _ = served(1.0, "room", queues="fcfs")
+    in_order, _ = served(3.0, "room", queues="fcfs")
+    late_last, _ = served(3.0, "room")
+    assert in_order < 0.5 * peak
+    assert late_last > 1.5 * in_order
