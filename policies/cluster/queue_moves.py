@@ -1,20 +1,21 @@
 """Moves waiting requests to workers where they are predicted to run sooner: `--rebalance auto`.
 
-    ClusterState ──> predicted waits of each worker's queue ──> the last of the longest queue goes where it waits less ──> ...
+    ClusterState -> predicted waits of all queues -> the last of the longest queue goes where it waits less -> and again
 
-A request that waits has no KV and no token yet, so its move costs the others nothing but what it would cost them where it is: its
-prefill. It costs itself the step that is under way, its prompt's cached blocks, and the copy of its adapter where that is not on
-the device. All of it is counted, from the times that workers measure:
+A request that waits has no KV and no token yet. So its move costs others only what it would cost them where it is, its prefill,
+and its adapter where that has to be copied first. What it costs the request itself is counted, too:
 
-    here   = the time until as many running requests have ended as are too many + the queue's prefill
-    there  = the same on the other worker, with this request behind its queue + its adapter's copy and fetch + a step here
+    here   = room + the queue's prefill                      (`shared_cost`: the time until it has a seat and KV memory)
+    there  = the same on the other worker, behind its queue, its adapter's memory included, + the adapter's copy and fetch
+             + the step under way here, before which it cannot leave
+    others = the adapter's copy for all requests there, if their steps wait for it
 
-It moves if `there` is below half of `here` (EVEN); that is what separates a prediction from its errors. `check` compares what
-moved requests waited with what they were predicted to wait without a move, and stops moving when that is no gain
-(`policies.cluster.move_check`). Running requests never move: their KV would be computed again.
+It moves if there + others is below EVEN of here, and LEAST_GAIN_MS less; that separates a prediction from its errors. All times
+are what workers measure. `move_check` compares the waits that requests had with those predicted, corrects the predictions,
+and stops all moves for a while when they gained nothing. Running requests never move: their KV would be computed again.
 
-Queues that differ arise where lengths of answers come out differently from what was predicted, where requests follow their
-adapter, and with more work than the workers can do.
+Queues differ where answers come out longer or shorter than predicted, where requests follow their adapter, and with more work
+than the workers can do.
 """
 
 from __future__ import annotations
@@ -170,9 +171,7 @@ class QueueMoves:
             now = queues.wait_ms()
             waits[source], waits[to] = now[source], 0.0  # what has come to a worker leaves it in no plan
         after_ms = float(queues.wait_ms().max())
-        return Plan(
-            moves=tuple(moves), loads=tuple(loads), before_ms=before_ms, after_ms=after_ms, waits=tuple(expected)
-        )
+        return Plan(moves=tuple(moves), loads=tuple(loads), before_ms=before_ms, after_ms=after_ms, waits=tuple(expected))
 
 
 def _movable(state: ClusterState, worker_id: str, rest: Mapping[str, float] | tuple[()]) -> list[RequestBrief]:

@@ -1,4 +1,4 @@
-"""Promise: a waiting request moves only to where it is predicted to run much sooner, and only while moves come out as predicted."""
+"""Promise: a waiting request moves only to where it is predicted to run much sooner, and only while that comes true."""
 
 from __future__ import annotations
 
