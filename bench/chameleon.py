@@ -253,7 +253,7 @@ def _fleet(bench: Bench) -> dict[str, Any]:
         loads["GenTD26"] = replace(base, popularity="trace")
     if bench.quick:
         loads = {"at intervals": replace(loads["at intervals"], adapters=100)}
-    foreseeing = replace(base.policy, foresight=True)
+    foreseeing = replace(base.policy, foresight="on")
     own = {(name, "none"): case for name, case in loads.items()}
     own |= {(name, "each worker's"): replace(case, policy=foreseeing) for name, case in loads.items()}
     found = bench.all(own, "foresight of workers", 2, measure_fleet)
@@ -299,7 +299,8 @@ def _more(bench: Bench) -> dict[str, Any]:
     ways = {
         "no prefetch": replace(ours, prefetch=0),
         "prefetch": ours,
-        "prefetch, foresight": replace(ours, foresight=True),
+        "prefetch, foresight": replace(ours, foresight="on"),
+        "prefetch, foresight auto": replace(ours, foresight="auto"),
     }
     cases: dict[str, Case] = {
         "no prefetch": replace(base, policy=ways["no prefetch"]),
@@ -308,7 +309,8 @@ def _more(bench: Bench) -> dict[str, Any]:
         **{f"{name}, tight, copies beside steps": replace(tight, policy=policy, drag=0.0) for name, policy in ways.items()},
         f"{FREE}, tight": replace(tight, policy=ours, copy_ms=NO_COPY_MS),
         "periodic": replace(periodic, policy=ours),
-        "periodic, foresight": replace(periodic, policy=replace(ours, foresight=True)),
+        "periodic, foresight auto": replace(periodic, policy=replace(ours, foresight="auto")),
+        "periodic, foresight": replace(periodic, policy=replace(ours, foresight="on")),
         "hot adapter, first come": replace(base, policy=ours, rate=10.5, hot=0.5),
         "hot adapter, put off": replace(base, policy=put_off, rate=10.5, hot=0.5),
     }

@@ -31,7 +31,7 @@ from motet.services.predictor.examples import read_examples
 from motet.services.predictor.fit import fit
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.shared.profile import EngineSteps
-from motet.shared.worker_options import WorkerOptions
+from motet.shared.worker_options import Switch, WorkerOptions
 from motet.twin.cluster import Cluster
 from motet.twin.link import LinkModel
 from motet.twin.memory import LLAMA2_7B
@@ -78,7 +78,7 @@ class Policy:
     eviction: str
     queues: str = "fcfs"
     prefetch: int = PREFETCH
-    foresight: bool = False
+    foresight: Switch = "off"
     knows: Literal["", "future", "popularity"] = ""
     """The facts that `informed` evicts by; it replaces `eviction`."""
 
@@ -215,7 +215,7 @@ def worker(case: Case) -> WorkerSpec:
         ),
         options=WorkerOptions(
             max_step_tokens=STEP_TOKENS, max_loras=4096, eviction=policy.eviction, queues=policy.queues,
-            prefetch=policy.prefetch, foresight="on" if policy.foresight else "off", cold_start="blocking",
+            prefetch=policy.prefetch, foresight=policy.foresight, cold_start="blocking",
         ),
     )  # fmt: skip
 

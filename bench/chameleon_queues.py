@@ -74,7 +74,7 @@ QUEUES.add("largest last", lambda **memory: LargestLast(0.0, **memory))
 QUEUES.add("largest last, adapters ahead", lambda **memory: LargestLast(SLO_S, **memory))
 
 PARTS = ("scaled quotas", "nobody ahead", "free bypass")
-ORDERS = ("fcfs", "chameleon", *[f"chameleon, {part}" for part in PARTS], "static", "sjf", "motet")
+ORDERS = ("fcfs", "chameleon", *[f"chameleon, {part}" for part in PARTS], "static", "sjf", "motet", "auto")
 LARGEST = ("largest last", "largest last, adapters ahead")
 FUTURE, FREE = "evictions that know the future", "copies that take no time"
 

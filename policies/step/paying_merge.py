@@ -123,34 +123,44 @@ class PayingMerge:
 
     def choose(self, fcfs: Mapping[str, int], alone: Mapping[str, int], seats: int) -> Mode:
         """The mode of the next step."""
-        self._turned, self._saves_ms, self._each_ms, self._rests_ms = False, 0.0, 0.0, 0.0
-        adapter = max((one for one in fcfs if one), key=fcfs.__getitem__, default="")
-        self.adapter = adapter
-        if not adapter:
-            return self._unmerged()
-        rows, count = sum(fcfs.values()), fcfs[adapter]
-        self._each_ms, merged_ms = self.costs.unmerged_ms(rows), self.costs.merged_ms(count)
-        self._saves_ms = (count * (self._each_ms - merged_ms) - (rows - count) * merged_ms) / rows
-        self._overdue = self._rested_ms >= REST_MS or (self._overdue and self._rested_ms > 0.0)
-        self._rests_ms = -self._each_ms
-        cheap = self.costs.lora < LEAST or self._each_ms - self.costs.merged_ms(rows) < LEAST_MS
-        if cheap:
-            self._look_s = self._now_s + LOOK_S
-        if cheap or self._saves_ms <= 0.0 or self._overdue or self.gives_up:
+        self._turned = False
+        self.adapter = adapter = max((one for one in fcfs if one), key=fcfs.__getitem__, default="")
+        rows, count = sum(fcfs.values()), fcfs.get(adapter, 0)
+        if not self._pays(rows, count):
             return self._unmerged()
         if self.whole != adapter:
             owed_ms = self.costs.switch_ms + self._prefixes_ms
             return self._unmerged(adapter if self._saved_ms.get(adapter, 0.0) > owed_ms else "")
-        merged = self.merged == adapter or self._saved_ms.get(adapter, 0.0) >= self._prefixes_ms
-        if self._comparison is not None and self._comparison.adapter != adapter:
-            self._comparison = None
-        if merged and self._comparison is None and self._due:
-            self._comparison = _Comparison(adapter)
-        if not merged or (self._comparison is not None and not self._comparison.wants_merged):
+        if not self._goes_on(adapter):
             return self._unmerged()
         self._turn(adapter)
-        self._rests_ms = merged_ms if rows > count else 0.0
+        self._rests_ms = self.costs.merged_ms(count) if rows > count else 0.0
         return Mode(adapter, frozenset((adapter,)))
+
+    def _pays(self, rows: int, count: int) -> bool:
+        """Whether a merged step with `count` of the `rows` requests is predicted to pay."""
+        costs = self.costs
+        if not count:
+            self._saves_ms = self._each_ms = self._rests_ms = 0.0
+            return False
+        self._each_ms, merged_ms = costs.unmerged_ms(rows), costs.merged_ms(count)
+        self._saves_ms = (count * (self._each_ms - merged_ms) - (rows - count) * merged_ms) / rows
+        self._rests_ms = -self._each_ms
+        self._overdue = self._rested_ms >= REST_MS or (self._overdue and self._rested_ms > 0.0)
+        if costs.lora < LEAST or self._each_ms - costs.merged_ms(rows) < LEAST_MS:
+            self._look_s = self._now_s + LOOK_S
+            return False
+        return self._saves_ms > 0.0 and not self._overdue and not self.gives_up
+
+    def _goes_on(self, adapter: str) -> bool:
+        """Whether the next step is merged, now that the adapter's copy is whole: merged and unmerged steps may be compared."""
+        if self._comparison is not None and self._comparison.adapter != adapter:
+            self._comparison = None
+        if self.merged != adapter and self._saved_ms.get(adapter, 0.0) < self._prefixes_ms:
+            return False
+        if self._comparison is None and self._due:
+            self._comparison = _Comparison(adapter)
+        return self._comparison is None or self._comparison.wants_merged
 
     def _unmerged(self, candidate: str = "") -> Mode:
         self._turn("")

@@ -31,14 +31,16 @@ PREFIXES_MAX = 1 << 17
 class View:
     """The state of one worker: its requests by id, its adapters by digest with their fastest tier, and its free memory."""
 
-    def __init__(self, worker_id: str, incarnation: str, limits: WorkerLimits) -> None:
+    def __init__(
+        self, worker_id: str, incarnation: str, limits: WorkerLimits, mechanisms: Mapping[str, Mechanism] | None = None
+    ) -> None:
         self.worker_id, self.incarnation, self.limits = worker_id, incarnation, limits
         self.kv_blocks_free = limits.kv_blocks_most
         self.adapter_bytes_free = limits.adapter_bytes_most
         self.draining = False
         self.merged = ""
         """Digest of the adapter that is merged into the weights. Like free memory it is told by the next message."""
-        self.mechanisms: dict[str, Mechanism] = {}
+        self.mechanisms: dict[str, Mechanism] = dict(mechanisms or {})
         """Those that turn on by themselves. The next snapshot tells them."""
         self.requests: dict[str, RequestBrief] = {}
         self.adapters: dict[str, Residency] = {}

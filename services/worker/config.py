@@ -123,8 +123,8 @@ class BatchConfig(Config, frozen=True, kw_only=True):
         QUEUES,
         Meta(
             description="order of waiting requests: fcfs (by priority, TTFT objective and arrival), auto (the same, but late"
-            " requests let those go first that can still be in time: 5% more requests in time at 1.3 times the capacity), motet"
-            " (also by size, recent service of the tenant and the adapter, and whether the adapter is in use: 14% fewer), or one"
+            " requests let those go first that can still be in time: 4% more in time at 1.3 times the capacity), motet (also by"
+            " size, recent service of the tenant and the adapter, and whether the adapter is in use: 13% fewer in time), or one"
             " that --plugins adds",
             extra=EXPERT,
         ),
@@ -219,7 +219,8 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         Meta(
             description="on: merge the adapter of most requests into a copy of the weights, made between the steps in free KV"
             " memory. Other requests pause while it is merged. auto: only while that is measured to be faster, in memory that"
-            " nothing else uses. Not with quantized weights; on a CPU not with --device-memory fixed"
+            " nothing else uses. Not with quantized weights; on a CPU not with --device-memory fixed. Off, since auto's gains"
+            " are the twin's so far, and answers may differ by rounding"
         ),
     ] = "off"
     adapter_cache_dir: Annotated[

@@ -157,8 +157,7 @@ class WorkerService:
             serves=serves,
             share_prefix_cache=config.kv.share_prefix_cache,
         )
-        self.view = View(self.worker_id, self.incarnation, limits)
-        self.view.mechanisms |= self.facts.mechanisms
+        self.view = View(self.worker_id, self.incarnation, limits, self.facts.mechanisms)
         self.reporter = StateReporter(bus, self.view, self._times)
         self.frames = FrameSender(bus, self.worker_id, self._cancel)
         files = AdapterFiles(config.adapters.adapter_cache_dir)
