@@ -1,9 +1,9 @@
 """Mechanisms that turn themselves on, beside every fixed setting: merging, moves, the queue's order, foresight, CPU processes.
 
-Six workloads on the twin (`bench.adaptive_parts`), each with everything off, each mechanism alone on, all on, and all on `auto`;
-three of them also on two live workers (`bench.adaptive_live`). Requests are the same in all settings. Each workload has one
-measure, stated in advance: goodput (requests within both objectives per second) where objectives bind, else one over the mean
-latency. Loads and constants were chosen on seeds below 10; results are of seeds from 11.
+Six workloads on the twin (`bench.adaptive_parts`), each with everything off, each mechanism alone on, all on, and all on
+`auto`; three of them also on two live workers (`bench.adaptive_live`). Requests are the same in all settings. Each workload has
+one measure, stated in advance: goodput (requests within both objectives per second) where objectives bind, else one over the
+mean latency. Loads and constants were chosen on seeds below 10; results are of seeds from 11.
 
     auto_vs_best_fixed    auto over the best fixed setting, in the worst workload
     auto_vs_off           auto over everything off, in the worst workload
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from bench import adaptive_live, report
-from bench.adaptive_parts import FIXED, LOADS, SETTINGS, VALUE, Case, Outcome, measure
+from bench.adaptive_parts import ALONE, FIXED, LOADS, SETTINGS, VALUE, Case, Outcome, measure
 
 SEEDS = 4
 QUICK_SCALE = 0.05
@@ -33,6 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """This bench's own options."""
     parser.add_argument("--seed", type=int, default=11, help="the first of the seeds; below 10 are those of the choices")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"how many (default {SEEDS})")
+    parser.add_argument("--alone", action="store_true", help="each mechanism alone on auto as well")
     parser.add_argument("--part", choices=("twin", "live", "both"), default="both", help="what to run")
 
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _twin(args: argparse.Namespace) -> dict[str, Any]:
     seeds = range(args.seed, args.seed + (1 if args.quick else args.seeds))
     scale = QUICK_SCALE if args.quick else 1.0
-    names = [*FIXED, "auto"] if args.quick else [*SETTINGS]
+    names = [*FIXED, "auto", *(ALONE if args.alone else ())]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
         runs = {
             (load, name, seed): pool.submit(measure, Case(load=load, setting=SETTINGS[name], seed=seed, scale=scale))
@@ -105,5 +106,3 @@ def _workload(load: str, outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str,
         "of_off_by_seed": {name: [round(one, 4) for one in ratios[name]] for name in outcomes},
         "outcomes": {name: [msgspec.to_builtins(one) for one in ones] for name, ones in outcomes.items()},
     }
-
-

@@ -1,16 +1,16 @@
 """The cluster, the six workloads and the settings of `bench.adaptive`, and one run of the twin.
 
-Four workers like that of `bench.chameleon`: a Llama-2-7B in a step of 20 ms and more, 0.18 ms per prompt token, LoRA by rows and
-ranks; 64 seats. KV blocks and adapters share 24 GiB. A copy to the device runs beside the steps at 3.16 GB/s, as `bench.chameleon`
-found it. Disk and object store are those of the twin's defaults. The merged copy has the 12.1 GiB of the linear layers. CPU
-processes can compute for adapters that are not there yet (`bench.cpu_assist_twin`).
+Four workers like that of `bench.chameleon`: a Llama-2-7B in a step of 20 ms and more, 0.18 ms per prompt token, LoRA by rows
+and ranks; 64 seats. KV blocks and adapters share 24 GiB, or what the workload says. A copy to the device runs beside the steps
+at 3.16 GB/s, as `bench.chameleon` found it; a disk of 2 GB/s and a store of 1.3 GB/s are behind it. The merged copy has the
+12.1 GiB of the linear layers and takes 0.25 s to make. CPU processes can compute for adapters that are not there yet
+(`bench.cpu_assist_twin`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,7 +40,8 @@ WARM_S = 10.0
 COPY_MS_PER_MIB = 85.0 / 256
 PERF = PerfModel(
     prefill_base_ms=20.0, prefill_token_ms=0.18, prefill_lora_ms=0.0, decode_base_ms=20.0, decode_row_ms=0.15,
-    decode_lora_ms=0.002, load_base_ms=0.0, load_ms_per_mib=COPY_MS_PER_MIB, fetch_base_ms=5.0, fetch_ms_per_mib=0.8,
+    decode_lora_ms=0.002, load_base_ms=0.0, load_ms_per_mib=COPY_MS_PER_MIB, fetch_base_ms=5.0,
+    fetch_ms_per_mib=0.8,
 )  # fmt: skip
 RANK_BYTES = LLAMA2_7B.adapter_rank_bytes(("q_proj", "k_proj", "v_proj", "o_proj"))
 LINEAR_BYTES = 2 * LLAMA2_7B.layers * sum(a * b for a, b in map(LLAMA2_7B.features, MODULES))
@@ -68,7 +69,12 @@ class Load:
 LOADS: dict[str, Load] = {
     "uniform": Load(shares=np.full(64, 1 / 64), rate=24.0, measure="latency", ranks={32: 1.0}),
     "one hot adapter": Load(
-        shares=np.r_[0.97, np.full(31, 0.03 / 31)], rate=26.0, measure="latency", ranks={64: 1.0}, seconds=240.0, memory_gib=48.0
+        shares=np.r_[0.97, np.full(31, 0.03 / 31)],
+        rate=26.0,
+        measure="latency",
+        ranks={64: 1.0},
+        seconds=240.0,
+        memory_gib=48.0,
     ),
     "burst on one adapter": Load(
         shares=np.full(64, 1 / 64), rate=18.0, measure="goodput", ranks={32: 1.0}, burst=(0.4, 0.6, 24.0)
@@ -78,7 +84,14 @@ LOADS: dict[str, Load] = {
     ),
     "overload 1.3 x": Load(shares=zipf(64), rate=46.0, measure="goodput", ranks={8: 1.0, 16: 1.0, 32: 1.0, 64: 1.0}),
     "memory bound": Load(
-        shares=zipf(64), rate=8.0, measure="goodput", ranks={32: 1.0, 64: 1.0}, prompt=500.0, output=250.0, memory_gib=10.0, seconds=400.0
+        shares=zipf(64),
+        rate=8.0,
+        measure="goodput",
+        ranks={32: 1.0, 64: 1.0},
+        prompt=500.0,
+        output=250.0,
+        memory_gib=10.0,
+        seconds=400.0,
     ),
 }
 
@@ -190,7 +203,12 @@ def worker(load: Load, setting: Setting) -> WorkerSpec:
             host_bytes=None if load.host_gib is None else int(load.host_gib * GIB), disk=Link(1.0, 0.5), store=Link(5.0, 0.8)
         ),
         options=WorkerOptions(
-            max_step_tokens=512, max_loras=512, queues=setting.queues, foresight=setting.foresight, merge=setting.merge, prefetch=4
+            max_step_tokens=512,
+            max_loras=512,
+            queues=setting.queues,
+            foresight=setting.foresight,
+            merge=setting.merge,
+            prefetch=4,
         ),
         merged_copy=MergedCopyModel(size_bytes=LINEAR_BYTES, mib_ms=0.02),
     )

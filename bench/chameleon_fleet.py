@@ -81,4 +81,4 @@ def measure_foreseeing_fleet(case: Case) -> Outcome:
 
 def _fleet(case: Case) -> tuple[Workload, Cluster]:
     load = workload(case)
-    return load, Cluster(load, [worker(case)] * WORKERS, SchedulerSpec(admission="room"))
+    return load, Cluster(load, [worker(case)] * WORKERS, SchedulerSpec(admission="room", rebalance="off"))

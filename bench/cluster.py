@@ -187,6 +187,7 @@ def measure(setting: Setting, case: Case) -> Outcome:
         admission="room",
         oracle_lengths=case.oracle,
         copies=case.schedulers,
+        rebalance="off",
     )
     outcome = simulate(workload, perf, scheduler, workers=setting.workers, cached=case.cached)
     facts = [f"{case.rate:.0f}/s"]
@@ -378,7 +379,7 @@ def _added_by_loads(setting: Setting, rate: float, rank: int) -> float:
     One simulated worker; each request has its own adapter.
     """
     workload, perf = setting.workload(rate, 1e6, rank=rank, shared=False), _perf("bgmv")
-    policy = SchedulerSpec(policy="random", admission="room")
+    policy = SchedulerSpec(policy="random", admission="room", rebalance="off")
     with_loads, cached = (simulate(workload, p, policy, workers=1, roomy=True).tpot_ms for p in (perf, _free(perf)))
     return 100 * (with_loads / cached - 1)
 

@@ -351,7 +351,11 @@ def predicted(
     specs = [WorkerSpec(limits=limits, perf=perf, steps=steps(perf), options=options) for perf in learned]
     choose = ABLATIONS.get(policy)
     scheduler = SchedulerSpec(
-        policy="motet" if choose is not None else policy, choose=choose, admission="room", max_tokens=MOST_TOKENS
+        policy="motet" if choose is not None else policy,
+        choose=choose,
+        admission="room",
+        max_tokens=MOST_TOKENS,
+        rebalance="off",
     )
     digests = [adapter.digest for adapter in workload.adapters]
     cluster = Cluster(workload, specs, scheduler, preload={f"worker-{i:04d}": digests for i in range(len(specs))})

@@ -307,7 +307,7 @@ def build(case: Case) -> Cluster:
     cluster = Cluster(
         workload(case),
         [spec] * case.simulated,
-        SchedulerSpec(policy=system.dispatch, choose=choose, admission="room"),
+        SchedulerSpec(policy=system.dispatch, choose=choose, admission="room", rebalance="off"),
         balance=BalanceSpec(config=system.balance, clock_s=time.perf_counter)
         if system.balance is not None and case.workers > 1
         else None,

@@ -91,7 +91,7 @@ class Schedule:
 
 
 def keep(pace: Pace) -> None:
-    """Make every step of this process that computes at least one row take its time, also where the engine itself measures it."""
+    """Make every step of this process that computes at least one row take its time, as the engine measures it too."""
     step, run, schedule = Engine.step, Engine._run, Schedule()
     began_s = 0.0
 

@@ -33,6 +33,7 @@ KEY = "key-bench"
 VARIABLES = {
     "MOTET_MAX_RUNNING": str(SEATS),
     "MOTET_ADMISSION": "room",
+    "MOTET_REBALANCE": "off",
     **paced.Pace(step_ms=STEP_MS, token_ms=TOKEN_MS).variables(),
 }
 

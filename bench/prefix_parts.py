@@ -146,7 +146,11 @@ def play(workload: Workload, workers: int, policy: str, *, aware: bool = True, a
     """One run. `policy` "oracle": Motet's, with every cache known at every moment."""
     oracle = policy == "oracle"
     scheduler = SchedulerSpec(
-        choose=POLICIES.named("motet" if oracle else policy)(), prefix_aware=aware, admission=admission, max_tokens=1_024
+        choose=POLICIES.named("motet" if oracle else policy)(),
+        prefix_aware=aware,
+        admission=admission,
+        max_tokens=1_024,
+        rebalance="off",
     )
     bus = BusDelays(submit_ms=0.5, assign_ms=0.5, stream_ms=0.3)
     cluster = Cluster(workload, [worker()] * workers, scheduler, bus=bus)

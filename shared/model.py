@@ -179,10 +179,13 @@ class RequestBrief(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: int = 0  # of its prompt, that are expected in the worker's prefix cache
 
 
-class Mechanism(msgspec.Struct, frozen=True):
-    """Whether a mechanism of a worker is in use, and the reason, for people. `waiting`: it is, as soon as it pays."""
+MechanismState = Literal["on", "waiting", "off"]
 
-    state: Literal["on", "waiting", "off"]
+
+class Mechanism(msgspec.Struct, frozen=True):
+    """Whether a mechanism is in use, and the reason, for people. `waiting`: it is, as soon as it pays."""
+
+    state: MechanismState
     why: str
 
 

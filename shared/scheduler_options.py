@@ -30,7 +30,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Without a report for so long, a worker gets no requests."""
     in_flight_s: _Seconds = 3.0
     """For so long an accepted request counts as load while the worker's state does not show it."""
-    rebalance: Switch = "off"
+    rebalance: Switch = "auto"
     """auto: waiting requests move to workers where they run sooner. on: running ones move as well, and adapters are placed by
     demand."""
     kv_travel: bool = True

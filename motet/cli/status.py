@@ -63,6 +63,8 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             f"{worker['worker_id']} has {escape(name)} merged into its weights: {worker['merged_share']:.0%} of its requests",
             highlight=False,
         )
+    if moves := answer.get("rebalance"):
+        console.print(escape(f"{answer['scheduler_id']}: rebalance {moves['state']} ({moves['why']})"), highlight=False)
     for line in mechanism_lines(answer["workers"]):
         console.print(escape(line), highlight=False)
     for line in kernel_lines(answer["workers"]):

@@ -1,13 +1,13 @@
 """Checks whether requests that moved waited less than they would have waited without the move.
 
 What a request would have waited is a prediction. So the last requests of queues, which did not move, are followed as well: what
-they had to wait, over what was predicted for them, is by how much predictions are wrong here (`longer`). Predictions are corrected by
-it before they decide anything.
+they had to wait, over what was predicted for them, is by how much predictions are wrong here (`longer`). Predictions are
+corrected by it before they decide anything.
 
     gain of a move  =  corrected wait that was predicted where it was  -  what it waited where it went
 
-When the last moves gained nothing together, none is made for FIRST_S, then for twice as long each time, up to LONGEST_S. A gain ends
-that.
+When the last moves gained nothing together, none is made for FIRST_S, then for twice as long each time, up to LONGEST_S. A gain
+ends that.
 """
 
 from __future__ import annotations

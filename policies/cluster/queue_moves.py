@@ -1,20 +1,21 @@
 """Moves waiting requests to workers where they are predicted to run sooner: `--rebalance auto`.
 
-    ClusterState ──> predicted waits of each worker's queue ──> the last of the longest queue goes where it waits less ──> ...
+    ClusterState -> predicted waits of all queues -> the last of the longest queue goes where it waits less -> and again
 
-A request that waits has no KV and no token yet, so its move costs the others nothing but what it would cost them where it is: its
-prefill. It costs itself the step that is under way, its prompt's cached blocks, and the copy of its adapter where that is not on
-the device. All of it is counted, from the times that workers measure:
+A request that waits has no KV and no token yet. So its move costs others only what it would cost them where it is, its prefill,
+and its adapter where that has to be copied first. What it costs the request itself is counted, too:
 
-    here   = the time until as many running requests have ended as are too many + the queue's prefill
-    there  = the same on the other worker, with this request behind its queue + its adapter's copy and fetch + a step here
+    here   = room + the queue's prefill                      (`shared_cost`: the time until it has a seat and KV memory)
+    there  = the same on the other worker, behind its queue, its adapter's memory included, + the adapter's copy and fetch
+             + the step under way here, before which it cannot leave
+    others = the adapter's copy for all requests there, if their steps wait for it
 
-It moves if `there` is below half of `here` (EVEN); that is what separates a prediction from its errors. `check` compares what
-moved requests waited with what they were predicted to wait without a move, and stops moving when that is no gain
-(`policies.cluster.move_check`). Running requests never move: their KV would be computed again.
+It moves if there + others is below EVEN of here, and LEAST_GAIN_MS less; that separates a prediction from its errors. All times
+are what workers measure. `move_check` compares the waits that requests had with those predicted, corrects the predictions,
+and stops all moves for a while when they gained nothing. Running requests never move: their KV would be computed again.
 
-Queues that differ arise where lengths of answers come out differently from what was predicted, where requests follow their
-adapter, and with more work than the workers can do.
+Queues differ where answers come out longer or shorter than predicted, where requests follow their adapter, and with more work
+than the workers can do.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from motet.policies.cluster.rebalance import EVEN, Pressure, RebalanceConfig
 from motet.policies.cluster.shared_cost import turns
 from motet.policies.cluster.worker_load import tokens_left
 from motet.policies.times.perf_model import Floats
-from motet.shared.model import RequestBrief
+from motet.shared.model import Mechanism, RequestBrief
 
 MOST = 64
 """Requests that move at a time."""
@@ -121,6 +122,15 @@ class QueueMoves:
                 self._moved_s[move.request_id] = now_s
                 self.check.moved(move.request_id, move.to, now_s, wait)
 
+    def mechanism(self, now_s: float) -> Mechanism:
+        """Whether requests move, and why, for people."""
+        check = self.check
+        if not check.open(now_s):
+            return Mechanism("waiting", f"moved requests waited no less; next try in {check.left_s(now_s):.0f} s")
+        if not check.judged:
+            return Mechanism("waiting", "no waiting request would run sooner elsewhere")
+        return Mechanism("on", f"{check.judged} moved requests waited {check.gained_ms / check.judged:.0f} ms less each")
+
     def travels(self, state: ClusterState, request_id: str, source: str, to: str) -> bool:
         """Whether a request that moves should fetch its KV blocks: it has none."""
         return False
@@ -147,11 +157,11 @@ class QueueMoves:
             if source not in movable:
                 movable[source] = _movable(state, state.ids[queues.rows[source]], self._moved_s)
             brief = movable[source].pop() if movable[source] else None
-            there = queues.there_ms(brief, source, self._copy_ms(state, queues, brief)) if brief is not None else None
-            if brief is None or there is None or there.min() >= min(EVEN * waits[source], waits[source] - LEAST_GAIN_MS):
+            there, others = queues.there_ms(brief, source, self.sizes) if brief is not None else (waits, waits)
+            to = int(np.argmin(there + others))
+            if brief is None or there[to] + others[to] >= min(EVEN * waits[source], waits[source] - LEAST_GAIN_MS):
                 waits[source] = 0.0  # nothing moves from here
                 continue
-            to = int(np.argmin(there))
             expected.append((float(waits[source]), float(there[to])))
             move = Moved(brief.request_id, brief.adapter_digest, *(state.ids[queues.rows[at]] for at in (source, to)))
             moves.append(move)
@@ -161,20 +171,7 @@ class QueueMoves:
             now = queues.wait_ms()
             waits[source], waits[to] = now[source], 0.0  # what has come to a worker leaves it in no plan
         after_ms = float(queues.wait_ms().max())
-        return Plan(
-            moves=tuple(moves), loads=tuple(loads), before_ms=before_ms, after_ms=after_ms, waits=tuple(expected)
-        )
-
-    def _copy_ms(self, state: ClusterState, queues: _Queues, brief: RequestBrief | None) -> Floats | float:
-        """The time to bring the request's adapter to each worker."""
-        if brief is None or not brief.adapter_digest:
-            return 0.0
-        copy, fetch = (times[queues.rows].copy() for times in state.perf.transfer_ms(round(self.sizes.of(brief.adapter_digest))))
-        if (held := state.holders(brief.adapter_digest)) is not None:
-            copy[np.isin(queues.rows, held.rows[held.loaded])] = 0.0
-            fetch[np.isin(queues.rows, held.rows[(held.bits & ON_HOST) > 0])] = 0.0
-            fetch[np.isin(queues.rows, held.rows[held.loaded])] = 0.0
-        return copy + fetch
+        return Plan(moves=tuple(moves), loads=tuple(loads), before_ms=before_ms, after_ms=after_ms, waits=tuple(expected))
 
 
 def _movable(state: ClusterState, worker_id: str, rest: Mapping[str, float] | tuple[()]) -> list[RequestBrief]:
@@ -193,6 +190,7 @@ class _Queues:
 
     def __init__(self, state: ClusterState, rows: NDArray[np.intp], avg_resp_len: float, longer: float) -> None:
         self.rows, self._state = rows, state
+        self._coming: set[tuple[str, int]] = set()  # adapters that moves bring to workers
         self._t = t = {name: state.table[name][rows] for name in _COLUMNS}
         self._answer_ms = longer * avg_resp_len * t["step_ms"]
         self._longer = longer
@@ -206,18 +204,37 @@ class _Queues:
         wait = self._wait_ms(t["exists"] - t["max_running"], t["kv_tokens_promised"] - t["kv_tokens_free"], 0.0)
         return np.where(t["queued"] > 0, wait, 0.0)
 
-    def there_ms(self, brief: RequestBrief, source: int, copy_ms: Floats | float) -> Floats:
-        """What this request of the worker `source` would wait on each other worker."""
+    def there_ms(self, brief: RequestBrief, source: int, sizes: AdapterSizes) -> tuple[Floats, Floats]:
+        """What this request of the worker `source` would wait on each other worker, and what it would cost all there."""
         t, tokens = self._t, float(brief.prompt_tokens)
-        lacking = tokens + tokens_left(brief) + t["kv_tokens_promised"] - t["kv_tokens_free"]
+        copy, fetch, room = self._adapter(brief.adapter_digest, sizes)
+        lacking = tokens + tokens_left(brief) + room + t["kv_tokens_promised"] - t["kv_tokens_free"]
         wait = self._wait_ms(t["exists"] - t["max_running"] + 1.0, lacking, t["prefill_token_ms"] * tokens)
-        wait = wait + copy_ms + t["step_ms"][source]
+        wait = wait + copy + fetch + t["step_ms"][source]
         wait[source] = np.inf
-        return np.where((t["exists"] >= t["max_requests"]) | t["refusing"], np.inf, wait)
+        full = (t["exists"] >= t["max_requests"]) | t["refusing"]
+        return np.where(full, np.inf, wait), t["copies_stall"] * copy * t["exists"]
+
+    def _adapter(self, digest: str, sizes: AdapterSizes) -> tuple[Floats, Floats, Floats]:
+        """Of an adapter on each worker: the times of its copy and its fetch, and the KV tokens whose memory it would take."""
+        state, rows = self._state, self.rows
+        if not digest:
+            return (np.zeros(len(rows)),) * 3
+        size_bytes = sizes.of(digest)
+        copy, fetch = (times[rows] for times in state.perf.transfer_ms(round(size_bytes)))
+        limits = [state.terms(state.ids[row])[0] for row in rows.tolist()]
+        room = np.array([size_bytes / one.kv_block_bytes * one.block_size if one.kv_block_bytes else 0.0 for one in limits])
+        if (held := state.holders(digest)) is not None:
+            here = np.isin(rows, held.rows[held.loaded])
+            near = here | np.isin(rows, held.rows[(held.bits & ON_HOST) > 0])
+            copy, fetch, room = np.where(here, 0.0, copy), np.where(near, 0.0, fetch), np.where(here, 0.0, room)
+        coming = np.array([(digest, row) in self._coming for row in rows.tolist()])
+        return np.where(coming, 0.0, copy), np.where(coming, 0.0, fetch), np.where(coming, 0.0, room)
 
     def shift(self, brief: RequestBrief, source: int, to: int) -> None:
         """The request moves."""
         t, tokens = self._t, float(brief.prompt_tokens)
+        self._coming.add((brief.adapter_digest, int(self.rows[to])))
         for at, sign in ((source, -1.0), (to, 1.0)):
             t["exists"][at] += sign
             t["queued"][at] += sign
@@ -235,5 +252,5 @@ class _Queues:
 
 _COLUMNS = (
     "exists", "running", "queued", "max_running", "max_requests", "refusing", "queue_ms", "step_ms", "kv_tokens_free",
-    "kv_tokens_promised", "kv_tokens_total", "prefill_token_ms",
+    "kv_tokens_promised", "kv_tokens_total", "prefill_token_ms", "copies_stall",
 )  # fmt: skip

@@ -26,7 +26,7 @@ from motet.policies.cluster.migration_plan import Held, Plan, PlanConfig, Replic
 from motet.policies.cluster.worker_load import tokens_left
 from motet.policies.memory.kv_travel import Travel, compatible, travel
 from motet.policies.times.perf_model import decode_ms, prefill_ms
-from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
+from motet.shared.model import Mechanism, PerfModel, RequestBrief, WorkerLimits
 
 EVEN = 0.5
 """Workers are uneven when the shortest wait is below this share of the longest."""
@@ -105,6 +105,9 @@ class Rebalancing(Protocol):
     def travels(self, state: ClusterState, request_id: str, source: str, to: str) -> bool:
         """Whether a request that moves should fetch its KV blocks; both workers are known."""
 
+    def mechanism(self, now_s: float) -> Mechanism:
+        """Whether requests move, and why, for people."""
+
 
 @dataclass(eq=False)
 class Rebalancer:
@@ -149,6 +152,10 @@ class Rebalancer:
         """These plans were made and carried out."""
         self._planned_s = now_s
         self._moved_s.update([(move.request_id, now_s) for one in plans for move in one.moves])
+
+    def mechanism(self, now_s: float) -> Mechanism:
+        """It is on."""
+        return Mechanism("on", "whatever moves gain")
 
     def travels(self, state: ClusterState, request_id: str, source: str, to: str) -> bool:
         """Whether a request that moves should fetch its KV blocks; both workers are known."""

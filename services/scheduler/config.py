@@ -85,11 +85,11 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     rebalance: Annotated[
         Switch,
         Meta(
-            description="whether requests move from workers with long queues to others; one of the schedulers plans. auto: waiting"
-            " requests, where they are predicted to run sooner, while moves come out as predicted; on: running requests as well,"
-            " and adapters are placed by demand"
+            description="whether requests move from workers with long queues to others; one of the schedulers plans. auto:"
+            " waiting requests, where they are predicted to run sooner, while that comes true; on: running requests as well,"
+            " and adapters are placed by demand (1% fewer requests in time at 1.3 times the capacity)"
         ),
-    ] = "off"
+    ] = "auto"
     kv_travel: Annotated[
         Literal["off", "on"],
         Meta(

@@ -44,6 +44,11 @@ PLAN_S = histogram(
 )
 MOVES = counter("motet_scheduler_moves", "Requests that plans asked to move.")
 PLANNING = gauge("motet_scheduler_planning", "1 while this scheduler is the one that moves requests.")
+MECHANISM = gauge(
+    "motet_scheduler_mechanism",
+    "1 for the state of each mechanism that turns on by itself (rebalance): on, waiting, off; else 0.",
+    ["name", "state"],
+)
 PLACEMENTS = counter("motet_scheduler_placements", "Changes of the adapters that a worker is to keep loaded.")
 STATE_GAPS = counter(
     "motet_scheduler_state_gaps", "Gaps in the sequence numbers of workers' states; the next snapshot closes a gap."

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import msgspec
 
@@ -25,6 +26,7 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError, Unavailable
 from motet.shared.kv import Bucket, KvEntry
 from motet.shared.leases import EXPIRY_S, RENEW_S
+from motet.shared.model import Mechanism, MechanismState
 from motet.shared.telemetry import logger
 from motet.shared.wire.admin import MoveStatus, PlanStatus
 from motet.shared.wire.request import Move
@@ -104,6 +106,11 @@ class Rebalancer:
         """Whether this scheduler has the role."""
         return self._turn is not None and self._turn.mine
 
+    @property
+    def mechanism(self) -> Mechanism:
+        """Whether requests move, and why, for people."""
+        return self._policy.mechanism(now_s()) if self.planning else Mechanism("off", "another scheduler moves requests")
+
     async def run(self) -> None:
         """Check the cluster every `LOOK_S` seconds. Never returns."""
         renewed_s, placed_s = float("-inf"), now_s()
@@ -121,6 +128,9 @@ class Rebalancer:
             except (MotetError, TimeoutError) as error:
                 log.warning("no plan", extra={"error": repr(error)})
             metrics.PLANNING.set(self.planning)
+            state = self.mechanism.state
+            for one in get_args(MechanismState):
+                metrics.MECHANISM.labels("rebalance", one).set(state == one)
 
     async def stop(self) -> None:
         """Give up the role, so that another scheduler can plan at once."""

@@ -162,7 +162,8 @@ class SchedulerService(BusService):
 
     async def _status(self, asked: StatusRequest) -> ClusterStatus:
         plans = await self.rebalancer.dry_run() if asked.plan and self.rebalancer is not None else []
-        return ClusterStatus(scheduler_id=self.id, workers=self.cluster.status(now_s()), plans=plans)
+        moves = self.rebalancer.mechanism if self.rebalancer is not None and self._core.options.rebalance != "off" else None
+        return ClusterStatus(scheduler_id=self.id, workers=self.cluster.status(now_s()), plans=plans, rebalance=moves)
 
     # ---- a request
 

@@ -79,6 +79,7 @@ class ClusterStatus(msgspec.Struct, tag="cluster", kw_only=True):
     scheduler_id: str
     workers: list[WorkerStatus]
     plans: list[PlanStatus] = []
+    rebalance: Mechanism | None = None  # of this scheduler; None where requests do not move
 
 
 StatusReply = ClusterStatus | Refused

@@ -25,6 +25,7 @@ OPTIONS = {
     "start": ["--model", "XS"],
 }
 FIGURES = {
+    "adaptive": {"auto_vs_best_fixed", "auto_vs_off", "worst_workload", "live_auto_vs_off", "live_auto_vs_best_fixed"},
     "cluster": {
         "attainment",
         "attainment_cached",

@@ -14,6 +14,7 @@ from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.migration_plan import PlanConfig
 from motet.policies.cluster.rebalance import RebalanceConfig
 from motet.twin.cluster import BalanceSpec, Cluster
+from motet.twin.link import LinkModel
 from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import Link
@@ -29,7 +30,7 @@ def always_the_first(state: ClusterState, ask: Ask, fit: np.ndarray, now_s: floa
     return Choice(min(np.flatnonzero(fit).tolist(), key=state.ids.__getitem__))
 
 
-FIRST = SchedulerSpec(choose=always_the_first, admission="room")
+FIRST = SchedulerSpec(choose=always_the_first, admission="room", rebalance="off")
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -120,6 +121,37 @@ def test_requests_wait_less_where_a_rebalancer_moves_them() -> None:
         return float(Latencies.of(load, run(load, worker, scheduler=FIRST, balance=balance).metrics).queue_ms.mean())
 
     assert wait_ms(EAGER) < 0.5 * wait_ms(None)
+
+
+def test_waiting_requests_wait_less_where_they_move_by_themselves() -> None:
+    load = workload(seconds=20.0, rate=8.0)
+    runs = [
+        run(load, spec(max_running=8), scheduler=msgspec.structs.replace(FIRST, rebalance=mode)) for mode in ("off", "auto")
+    ]
+    off, auto = (float(Latencies.of(load, one.metrics).queue_ms.mean()) for one in runs)
+    assert auto < 0.5 * off and runs[1].metrics.moves > 10
+    assert runs[1].summary()["finished"] == len(load)
+
+
+def test_an_adapter_that_begins_to_come_before_a_decision_is_known_to_it() -> None:
+    """Its pin is looked at between two steps, in which a request for it waits."""
+    load = workload(seconds=4.0, rate=12.0)
+    linked = spec()
+    linked = replace(
+        linked,
+        link=LinkModel(bytes_per_s=1e9, layers=4),
+        limits=msgspec.structs.replace(linked.limits, pin_slots=4, pin_bytes=1 << 30),
+    )
+    cluster = Cluster(load, [linked], SchedulerSpec(rebalance="off", admission="room"))
+    (worker,), pinned = cluster.workers, 0
+    while cluster.unfinished:
+        cluster.run(until_s=cluster.events.now_s + 0.005)
+        batches = worker.engine.batches
+        coming = [live.adapter for live in batches.state.waiting if live.adapter and live.adapter not in batches.slots]
+        worker.pin(coming[:1])
+        pinned += len(coming[:1])
+    assert pinned
+    assert cluster.summary()["finished"] == len(load)
 
 
 def test_a_run_with_moves_repeats_to_the_bit() -> None:

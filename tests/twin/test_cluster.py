@@ -52,7 +52,10 @@ def test_the_settings_of_the_test_above_do_what_they_say() -> None:
 
 def test_overloaded_workers_that_share_their_memory_serve_more_requests() -> None:
     worker, load = SETTINGS["shared memory"]
-    fixed, shared = (run(workload(0, **load), spec(**worker | change)).summary() for change in ({"kv_block_bytes": 0}, {}))
+    stay = SchedulerSpec(rebalance="off")
+    fixed, shared = (
+        run(workload(0, **load), spec(**worker | change), scheduler=stay).summary() for change in ({"kv_block_bytes": 0}, {})
+    )
     assert shared["finished"] > fixed["finished"]
 
 

@@ -42,7 +42,7 @@ def waits_ms(choose: Choose | None, seed: int) -> NDArray[np.float64]:
         slos=(Slo(ttft_slo_ms=5000.0, tpot_slo_ms=500.0),),
     )
     spec = WorkerSpec(limits=LIMITS, perf=PERF, steps=PerfSteps(PERF))
-    cluster = Cluster(workload, [spec] * WORKERS, SchedulerSpec(admission="room", choose=choose))
+    cluster = Cluster(workload, [spec] * WORKERS, SchedulerSpec(admission="room", choose=choose, rebalance="off"))
     cluster.run()
     return Latencies.of(workload, cluster.metrics).queue_ms
 

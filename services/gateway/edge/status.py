@@ -13,6 +13,7 @@ from motet.services.gateway.owner.lost_workers import LostState
 from motet.shared import subjects
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, from_info
+from motet.shared.model import Mechanism
 from motet.shared.wire.admin import PlanStatus, StatusReply, StatusRequest, WorkerStatus
 from motet.shared.wire.refusal import Refused
 
@@ -60,6 +61,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     scheduler_id: str | None = None
     workers: list[Worker] = []
     plans: Annotated[list[PlanStatus], Meta(description="With `plan=true`: which requests would move, by base model.")] = []
+    rebalance: Annotated[Mechanism | None, Meta(description="Whether requests move between workers, and why.")] = None
     absent_workers: Annotated[list[AbsentWorker], Meta(description="Workers that do not serve, and why.")]
     error: Annotated[str | None, Meta(description="Reason why no scheduler answered.")] = None
 
@@ -85,7 +87,7 @@ async def status_of(gateway: Gateway, *, plan: bool) -> Status:
         if isinstance(reply, Refused):
             raise from_info(reply.error)
         workers = [_worker(gateway, one) for one in reply.workers]
-        seen = {"scheduler_id": reply.scheduler_id, "workers": workers, "plans": reply.plans}
+        seen = {"scheduler_id": reply.scheduler_id, "workers": workers, "plans": reply.plans, "rebalance": reply.rebalance}
     except MotetError as error:
         seen = {"error": error.message}
     return Status(
