@@ -11,7 +11,8 @@ For each worker, with N requests there and the new one r, in milliseconds per ou
     cost     = others + own + penalties
 
 L is the average response length, out(r) the predicted one. Tokens of the prompt that a worker has cached count nowhere: it
-does not compute them (`prefix_index`). The paper's Algorithm 1 is `others` without copy and room. The other
+does not compute them (`cached_prompt`). Tokens that it fetches from another worker count as a wait beside the queue: the steps
+of all others go on, and r waits for the later of its blocks and its turn. The paper's Algorithm 1 is `others` without copy and room. The other
 parts:
 
 r's own time. Without it, slow workers would be filled like fast ones, and a queue would never outweigh a loaded adapter.
@@ -52,6 +53,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.policies.cluster import cached_prompt
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, adapter_ms, spread
 from motet.policies.cluster.cluster_state import ClusterState
@@ -95,8 +97,8 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     now_ms = np.array(1000.0 * now_s)
 
     tokens: Floats | float = float(ask.tokens)
-    if (cached := state.cached_tokens(ask.prefix_keys, ask.adapter)) is not None:
-        tokens = tokens - cached
+    if (found := cached_prompt.find(state, ask, now_s)) is not None:
+        tokens = tokens - found.spared
     own = perf.prefill_token_ms * np.array(tokens) + d_prefill
     age = (now_ms - t["opened_ms"]) / step
     alone = np.minimum(age, _ONE)  # chance that r joins no other prefill: then it costs its base
@@ -105,7 +107,8 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     stalls, waits = state.alike("copies_stall"), state.alike("copies_wait")
     if stalls != 0.0:
         stall += copy if stalls == 1.0 else t["copies_stall"] * copy
-    wait = t["queue_ms"] + own
+    queue = t["queue_ms"]
+    wait = (queue if found is None or found.fetch_ms is None else np.maximum(queue, found.fetch_ms)) + own
     if waits != 0.0:
         wait += copy if waits == 1.0 else t["copies_wait"] * copy
     if perf.fetches:

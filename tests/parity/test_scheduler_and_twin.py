@@ -106,7 +106,7 @@ async def test_one_history_gives_the_same_questions_and_decisions(bus, nats_url,
             case Heard():
                 twin.hear(record.message, record.now_s)
             case Assigning():
-                assert twin.expect(record.worker_id, described, record.now_s, decided) == record.brief
+                assert twin.expect(record.worker_id, described, record.now_s, *decided) == record.brief
                 told += record.brief.cached_tokens
             case Taken():
                 twin.flights.accepted(record.worker_id, record.request_id, record.now_s)
@@ -118,7 +118,7 @@ async def test_one_history_gives_the_same_questions_and_decisions(bus, nats_url,
                 ask = twin.ask(request, brief, record.now_s)
                 decision = twin.decide(ask, record.now_s)
                 assert ask == record.ask
-                described, decided = brief, ask
+                described, decided = brief, (ask, decision)
                 assert (decision.worker_id, decision.total_cost) == (record.worker_id, record.total_cost)
                 compared += 1
     assert compared == REQUESTS

@@ -72,8 +72,8 @@ async def test_blocks_that_a_worker_has_evicted_count_no_longer(bus, schedule, h
     await eventually(lambda: state.prefixes.has(state.row("w1"), keys[-1]))
     await worker.delta(uncached=keys[2:])
     await eventually(lambda: not state.prefixes.has(state.row("w1"), keys[2]))
-    cached = state.cached_tokens(request.prefix_keys, "")
-    assert cached is not None and cached[state.row("w1")] == 128
+    [found] = state.beginnings(request.prefix_keys, "")
+    assert found.tokens == 128
 
 
 async def test_a_worker_without_a_prefix_cache_is_asked_for_nothing(bus, schedule, hire):
@@ -94,9 +94,9 @@ async def test_blocks_of_a_merged_adapter_are_found_where_it_is_merged_alone(bus
     service = await schedule()
     await knows(service, "w0", "w1")
     await eventually(lambda: not service.cluster.unlisted())
-    cached = service.cluster.state.cached_tokens(request.prefix_keys, ADAPTER.digest)
-    found = 0 if cached is None else int(cached[service.cluster.state.row("w1")])
-    assert found == (64 * 7 if merged else 0)
+    state = service.cluster.state
+    found = [(one.rows.tolist(), one.tokens) for one in state.beginnings(request.prefix_keys, ADAPTER.digest)]
+    assert found == ([([state.row("w1")], 64 * 7)] if merged else [])
 
 
 async def test_blocks_of_a_request_count_from_its_assignment_on(bus, schedule, hire):
