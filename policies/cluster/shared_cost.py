@@ -98,7 +98,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
 
     tokens: Floats | float = float(ask.tokens)
     if (found := cached_prompt.find(state, ask, now_s)) is not None:
-        tokens = tokens - found.spared
+        tokens = tokens - found.cached
     own = perf.prefill_token_ms * np.array(tokens) + d_prefill
     age = (now_ms - t["opened_ms"]) / step
     alone = np.minimum(age, _ONE)  # chance that r joins no other prefill: then it costs its base
@@ -107,8 +107,9 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     stalls, waits = state.alike("copies_stall"), state.alike("copies_wait")
     if stalls != 0.0:
         stall += copy if stalls == 1.0 else t["copies_stall"] * copy
-    queue = t["queue_ms"]
-    wait = (queue if found is None or found.fetch_ms is None else np.maximum(queue, found.fetch_ms)) + own
+    wait = t["queue_ms"] + own
+    if found is not None and found.fetch_ms is not None:
+        wait += np.maximum(found.fetch_ms - t["queue_ms"], 0.0) - perf.prefill_token_ms * (found.spared - found.cached)
     if waits != 0.0:
         wait += copy if waits == 1.0 else t["copies_wait"] * copy
     if perf.fetches:
