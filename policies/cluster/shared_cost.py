@@ -11,8 +11,7 @@ For each worker, with N requests there and the new one r, in milliseconds per ou
     cost     = others + own + penalties
 
 L is the average response length, out(r) the predicted one. Tokens of the prompt that a worker has cached count nowhere: it
-does not compute them (`cached_prompt`). Tokens that it fetches from another worker count as a wait beside the queue: the steps
-of all others go on, and r waits for the later of its blocks and its turn. The paper's Algorithm 1 is `others` without copy and room. The other
+does not compute them (`cached_prompt`). The paper's Algorithm 1 is `others` without copy and room. The other
 parts:
 
 r's own time. Without it, slow workers would be filled like fast ones, and a queue would never outweigh a loaded adapter.
@@ -29,6 +28,10 @@ YOUNG_STEPS steps. As a result workers take turns.
 Room. One of R running requests ends every L / R steps, whatever their lengths (Little's law), and gives back a seat and its
 share of the memory. Who waits for that passes the wait on: the N requests are followed by N others within L tokens, and these
 wait behind r. So it counts N times as well, and beyond capacity it outweighs all else: the shortest queue wins.
+
+Fetched blocks. Where a worker fetches a part of the prompt from another one, r waits for the later of these blocks and its turn
+instead of computing that part. In `others` the part counts as if it were computed: it takes cache memory from blocks that
+others will then compute again. Without that, copies of the same prompts fill all caches, and less is reused in the end.
 
 Separate ranks. With BGMV a request of a high rank slows all others, and the next request of that rank comes to the same
 worker. So its cost outlasts the request and counts LASTING times.
@@ -109,7 +112,8 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
         stall += copy if stalls == 1.0 else t["copies_stall"] * copy
     wait = t["queue_ms"] + own
     if found is not None and found.fetch_ms is not None:
-        wait += np.maximum(found.fetch_ms - t["queue_ms"], 0.0) - perf.prefill_token_ms * (found.spared - found.cached)
+        turn_ms = t["queue_ms"] - perf.prefill_base_ms
+        wait += np.maximum(found.fetch_ms - turn_ms, 0.0) - perf.prefill_token_ms * (found.spared - found.cached)
     if waits != 0.0:
         wait += copy if waits == 1.0 else t["copies_wait"] * copy
     if perf.fetches:
