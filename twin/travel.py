@@ -33,15 +33,21 @@ class Source:
 
 
 class Travels:
-    """The copies to one worker, and from its cache. `landed` gets a request and the number of its blocks that have come."""
+    """The copies to one worker, and from its cache. `landed` gets requests, each with the number of blocks that came."""
 
     def __init__(
-        self, worker_id: str, spec: WorkerSpec, events: Events, engine: Engine, landed: Callable[[Entry[Live], int], None]
+        self,
+        worker_id: str,
+        spec: WorkerSpec,
+        events: Events,
+        engine: Engine,
+        landed: Callable[[list[tuple[Entry[Live], int]]], None],
     ) -> None:
         self._worker_id, self._spec, self._events, self._engine, self._landed = worker_id, spec, events, engine, landed
         self.coming = self.lent = 0
         self.free_ps = 0
         """When its link is free again."""
+        self._same: dict[bytes, list[Entry[Live]]] = {}  # requests that wait for the same blocks, by the last key of these
 
     def blocks(self, source: Source, live: Live) -> Stretch:
         """The blocks to fetch, none while enough others come."""
@@ -57,14 +63,19 @@ class Travels:
         """Begin to fetch a request's blocks."""
         live, perf, limits, now_ps = entry.payload, self._spec.perf, self._spec.limits, self._events.now_ps
         blocks, lender = self.blocks(source, live), source.lender
-        self.coming += 1
         name = f"{self._worker_id} {live.brief.request_id} {live.brief.epoch}"
-        end, start_ps, held = blocks.end, now_ps, False
+        end, start_ps, held, last_key = blocks.end, now_ps, False, b""
         if lender is not None:
             extend_keys(self._engine.batches.state.kv, live, end)
+            last_key = live.keys[end - 1]
+            if last_key in self._same:
+                self._same[last_key].append(entry)
+                return
+            self._same[last_key] = []
             end = lender.lend(name, live.keys[:end])
             held = end > 0
             start_ps = max(lender.step_end_ps(), lender.free_ps)
+        self.coming += 1
         count = max(0, end - blocks.first)
         start_ps = max(now_ps, start_ps, self.free_ps) + to_ps(perf.kv_base_ms)
         block_ps = to_ps(perf.kv_ms_per_mib * limits.kv_token_bytes * limits.block_size / MIB)
@@ -78,13 +89,14 @@ class Travels:
             self.free_ps = end_ps
             if lender is not None:
                 lender.free_ps = end_ps
-        self._events.at(end_ps, MESSAGE, self._ended, entry, blocks.first + count, lender if held else None, name)
+        lent_by = lender if held else None
+        self._events.at(end_ps, MESSAGE, self._ended, entry, blocks.first + count, lent_by, name, last_key)
 
-    def _ended(self, entry: Entry[Live], blocks: int, lender: Travels | None, name: str) -> None:
+    def _ended(self, entry: Entry[Live], blocks: int, lender: Travels | None, name: str, last_key: bytes) -> None:
         self.coming -= 1
         if lender is not None:
             lender.give_back(name)
-        self._landed(entry, blocks)
+        self._landed([(one, blocks) for one in (entry, *self._same.pop(last_key, ()))])
 
     # ---- the lender
 

@@ -202,8 +202,8 @@ class Worker:
         self.engine.wake()
         self.announce_changes()
 
-    def _fetched(self, entry: Entry[Live], blocks: int) -> None:
-        self._landing.append((entry, blocks))
+    def _fetched(self, landing: list[tuple[Entry[Live], int]]) -> None:
+        self._landing += landing
         if self.engine.idle:
             self.between_steps()
         else:

@@ -10,11 +10,15 @@ request is on its way to them, cannot be fetched. An adapter that is merged into
 such a worker neither lends nor fetches blocks of this adapter.
 
 Of several lenders with equally many tokens the one with the fewest requests is asked.
+
+Requests that come together go to the same worker, because the first one's blocks count as cached there from its assignment on.
+Each of them is told the lender: they wait for one fetch instead of computing the prompt beside it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +34,13 @@ SILENT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class CachedPrompt:
-    """Tokens and milliseconds for each row of the workers' table. `lenders`: the deepest beginning of each KV format."""
+    """Tokens and milliseconds for each row of the workers' table. `lenders`: the longest beginning of each KV format."""
 
+    beginnings: Sequence[Beginning]
     cached: Floats
     spared: Floats
     fetch_ms: Floats | None = None  # None: nowhere is anything fetched
-    lenders: tuple[tuple[int, Beginning], ...] = ()
+    lenders: Mapping[int, Beginning] = field(default_factory=dict)
 
 
 def find(state: ClusterState, ask: Ask, now_s: float) -> CachedPrompt | None:
@@ -61,48 +66,60 @@ def _find(state: ClusterState, ask: Ask, now_s: float) -> CachedPrompt | None:
     for one in beginnings:
         cached[one.rows] = one.tokens
     gain = state.travel_gain
-    lenders = _deepest(state, beginnings, now_s) if ask.travels and (gain > 0.0).any() else []
+    lenders = _longest(state, beginnings, now_s) if ask.travels and (gain > 0.0).any() else {}
     if not lenders:
-        return CachedPrompt(cached, cached)
+        return CachedPrompt(beginnings, cached, cached)
     t = state.table
     formats, there = t["kv_format"], np.zeros(len(cached))
-    for number, one in lenders:
+    for number, one in lenders.items():
         there[formats == number] = one.tokens
     there[state.merged_rows(ask.adapter)] = 0.0
     fetched = np.clip(there - cached, 0.0, t["kv_tokens_most"])
     fetched[fetched * gain <= t["kv_base_ms"]] = 0.0
     if not fetched.any():
-        return CachedPrompt(cached, cached)
+        return CachedPrompt(beginnings, cached, cached, None, lenders)
     fetch_ms = np.where(fetched > 0.0, t["kv_base_ms"] + t["kv_token_ms"] * fetched, 0.0)
-    return CachedPrompt(cached, cached + fetched, fetch_ms, tuple(lenders))
+    return CachedPrompt(beginnings, cached, cached + fetched, fetch_ms, lenders)
 
 
 def offer(state: ClusterState, ask: Ask, found: CachedPrompt | None, row: int, now_s: float) -> KvOffer | None:
     """The blocks that the worker in this row should fetch; None for none."""
-    if found is None or found.fetch_ms is None or not found.fetch_ms[row]:
-        return None
-    number = state.table["kv_format"].item(row)
-    deepest = next(one for number_, one in found.lenders if number_ == number)
-    rows = _able(state, deepest, number, now_s)
     t = state.table
+    number = t["kv_format"].item(row)
+    longest = found.lenders.get(number) if found is not None else None
+    if found is None or longest is None:
+        return None
+    have, end = found.cached.item(row), found.spared.item(row)
+    if end == have:
+        if not _promised(state, found, row):
+            return None
+        have, end = 0.0, min(have, longest.tokens, t["kv_tokens_most"].item(row))
+        if end * state.travel_gain.item(row) <= t["kv_base_ms"].item(row):
+            return None
+    rows = _able(state, longest, number, now_s)
     order = np.lexsort((t["key"][rows] ^ np.uint64(ask.key & 0xFFFFFFFFFFFFFFFF), t["exists"][rows]))
-    lender = next(row for row in rows[order].tolist() if not state.prefixes.expects(row, deepest.last_key))
-    return KvOffer(worker_id=state.ids[lender], from_tokens=int(found.cached.item(row)), to_tokens=int(found.spared.item(row)))
+    lender = next(one for one in rows[order].tolist() if not state.prefixes.expects(one, longest.last_key))
+    return KvOffer(worker_id=state.ids[lender], from_tokens=int(have), to_tokens=int(end))
 
 
-def _deepest(state: ClusterState, beginnings: list[Beginning], now_s: float) -> list[tuple[int, Beginning]]:
+def _promised(state: ClusterState, found: CachedPrompt, row: int) -> bool:
+    """Whether the worker is only about to have what counts as cached, because a request is on its way to it."""
+    return any(
+        not one.merged and state.prefixes.expects(row, one.last_key) and row in one.rows.tolist() for one in found.beginnings
+    )
+
+
+def _longest(state: ClusterState, beginnings: Sequence[Beginning], now_s: float) -> dict[int, Beginning]:
     """The longest beginning of the prompt that a worker of each KV format can lend."""
-    found: list[tuple[int, Beginning]] = []
-    seen = {0}
+    found: dict[int, Beginning] = {}
     formats, prefixes = state.table["kv_format"], state.prefixes
     for one in sorted(beginnings, key=lambda one: -one.tokens):
         if one.merged:
             continue
-        for number in set(formats[one.rows].tolist()) - seen:
+        for number in set(formats[one.rows].tolist()) - found.keys() - {0}:
             rows = _able(state, one, number, now_s).tolist()
             if any(not prefixes.expects(row, one.last_key) for row in rows):
-                seen.add(number)
-                found.append((number, one))
+                found[number] = one
     return found
 
 

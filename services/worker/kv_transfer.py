@@ -91,6 +91,7 @@ class KvTransfer:
         self._offers: dict[str, _Offer] = {}
         self._expected: dict[str, asyncio.Future[_Offer]] = {}
         self._coming = 0
+        self._fetching: dict[bytes, asyncio.Future[None]] = {}  # by the last key of what is fetched from a cache
         self._measured_s = 0.0
 
     async def start(self) -> None:
@@ -123,13 +124,21 @@ class KvTransfer:
     async def fetch(self, offer: KvOffer, request: EngineRequest, adapter_digest: str) -> None:
         """Fetch the request's blocks into the prefix cache, as many as arrive within `request.kv_wait_s`.
 
-        They are held until `drop`. Failures of the network or the other worker raise nothing.
+        If the same blocks are being fetched for another request, this waits for these. They are held until `drop`. Failures of
+        the network or the other worker raise nothing.
         """
-        self._coming += 1
         size, outcome = self._limits.block_size * TOKEN_BYTES, "cancelled"
         tokens = request.prompt + request.output
         blocks = self._stretch(offer, len(tokens) // TOKEN_BYTES)
         keys = content_keys([tokens[i * size : (i + 1) * size] for i in range(blocks.end)], adapter_digest, request.cache_scope)
+        if offer.cached and (same := self._fetching.get(keys[-1])) is not None:
+            metrics.KV_FETCHES.labels("shared").inc()
+            await asyncio.wait({same}, timeout=request.kv_wait_s)
+            return
+        ended = asyncio.get_running_loop().create_future()
+        if offer.cached:
+            self._fetching[keys[-1]] = ended
+        self._coming += 1
         began_s, reason = now_s(), ""
         try:
             async with asyncio.timeout(request.kv_wait_s):
@@ -150,6 +159,9 @@ class KvTransfer:
             outcome = str(why)
         finally:
             self._coming -= 1
+            ended.set_result(None)
+            if offer.cached:
+                del self._fetching[keys[-1]]
             if outcome:
                 metrics.KV_FETCHES.labels(outcome).inc()
             told = {"request_id": request.request_id, "from": offer.worker_id, "cached": offer.cached}

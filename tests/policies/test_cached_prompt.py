@@ -100,7 +100,7 @@ def test_a_worker_that_cannot_lend_is_not_asked(why):
             state.put_worker("a", worker_limits(prefix_cache="tenant", kv_format="g", kv_token_bytes=1 << 18), perf())
         case "no format":
             state.put_worker("a", worker_limits(prefix_cache="tenant"), perf())
-    assert offer_to(state, "a", asked) is None
+    assert offer_to(state, "a", asked) == (KvOffer(worker_id="b", to_tokens=192) if why == "expected" else None)
     assert offer_to(state, "c", asked) == (None if why == "off" else KvOffer(worker_id="b", to_tokens=192))
 
 
@@ -134,6 +134,15 @@ def test_the_lender_with_the_fewest_requests_is_asked_and_equal_ones_take_turns(
     for name in ("a", "c"):
         state.put_request(name, RequestBrief("r" + name, 0, "", 0, 10, 0, 10, "running"), NOW_S)
     assert {offer_to(state, "d", ask(key=1 << number)).worker_id for number in range(64)} == {"b"}
+
+
+def test_requests_that_come_together_wait_for_the_blocks_of_the_first():
+    state = cluster({"a": 9, "b": 0})
+    state.prefixes.expect(state.row("b"), KEYS, NOW_S)
+    assert spared(state) == {"a": 576, "b": 640}
+    assert offer_to(state, "b") == KvOffer(worker_id="a", to_tokens=576)
+    state.prefixes.add(state.row("b"), KEYS)
+    assert offer_to(state, "b") is None, "they are there"
 
 
 def test_the_answer_follows_what_workers_report():

@@ -194,16 +194,16 @@ def test_a_prefix_that_covers_the_answer_is_found_by_the_next_turn() -> None:
 
 
 def test_a_simulated_worker_fetches_the_prompt_that_another_one_has() -> None:
-    """One prompt of 512 tokens that all share, in bursts: the second worker computes it again, or fetches it."""
-    n = 60
+    """Ten prompts of 512 tokens, each of one request and then of two at a time, which compute it again or fetch it."""
+    n = 30
     load = Workload(
-        arrival_s=np.arange(n) // 6 * 2.0,
+        arrival_s=np.arange(n) // 3 * 4.0 + 2.0 * (np.arange(n) % 3 > 0),
         adapter=np.full(n, -1),
         prompt_tokens=np.full(n, 520),
-        output_tokens=np.full(n, 60),
+        output_tokens=np.where(np.arange(n) % 3, 60, 300),
         ranks=np.zeros(0, np.int64),
         adapter_bytes=np.zeros(0, np.int64),
-        prefix=[(1, 2, 3, 4, 100 + number // 6) for number in range(n)],
+        prefix=[tuple(range(number // 3 * 4, number // 3 * 4 + 4)) for number in range(n)],
         prefix_tokens=128,
     )
     worker = spec(prefix_cache=True, kv_blocks=150, max_running=3)
@@ -217,7 +217,8 @@ def test_a_simulated_worker_fetches_the_prompt_that_another_one_has() -> None:
     )
     assert fetching.metrics.kv_travels >= 1 and not computing.metrics.kv_travels
     assert fetching.metrics.kv_blocks_moved >= 4 * fetching.metrics.kv_travels
-    assert fetching.metrics.prefix_tokens > computing.metrics.prefix_tokens
+    assert fetching.metrics.prefix_tokens == computing.metrics.prefix_tokens == 20 * 512
+    assert fetching.metrics.first_ps.sum() < computing.metrics.first_ps.sum(), "the idle worker takes them"
     for cluster in (fetching, computing):
         assert (cluster.metrics.end_ps != NEVER).all()
         for one in cluster.workers:

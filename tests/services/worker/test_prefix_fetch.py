@@ -168,12 +168,23 @@ async def test_others_do_not_wait_for_a_fetch_and_a_cancelled_one_ends_at_once(s
     await let_go(worker)
 
 
+async def test_requests_that_lack_the_same_blocks_wait_for_one_fetch(start, small_pieces):
+    lender, worker = await start(), await start()
+    told, _ = await answer(lender)
+    whole, shared, blocks = outcome("whole"), outcome("shared"), reading(metrics.KV_BLOCKS_MOVED)
+    answers = await asyncio.gather(*(answer(worker, kv=at(lender)) for _ in range(3)))
+    assert answers == [(told, FULL)] * 3
+    assert (outcome("whole") - whole, outcome("shared") - shared) == (1, 2)
+    assert reading(metrics.KV_BLOCKS_MOVED) - blocks == 18
+    await let_go(lender, worker)
+
+
 async def test_a_request_beyond_the_number_of_fetches_is_computed_at_once(start, monkeypatch):
     lender, worker = await start(), await start()
     told, _ = await answer(lender)
     monkeypatch.setattr(ThreadKv, "read", lambda *_: asyncio.get_running_loop().create_future())
-    for _ in range(MOVES):
-        await worker.accepted(generate(LONG, kv=at(lender)))
+    for number in range(MOVES):
+        await worker.accepted(generate(LONG, kv=at(lender, to_tokens=FULL - BLOCK * number)))
     before = outcome("busy")
     assert await answer(worker, kv=at(lender)) == (told, 0)
     assert outcome("busy") == before + 1
