@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from bench.rivals.prefixes import POLICIES
@@ -42,8 +43,36 @@ WARM = 0.2
 """Share of the requests that fill the caches and are not counted."""
 
 
-def worker() -> WorkerSpec:
-    """One GPU."""
+NATS_MS_PER_MIB, RDMA_MS_PER_MIB = 6.7, 0.1
+"""KV blocks over NATS, as measured (docs/decisions/0024), and over a transport of 10 GB/s that Motet does not have."""
+CPU_PERF = PerfModel(
+    prefill_base_ms=20.0,
+    prefill_token_ms=1.0,
+    prefill_lora_ms=0.1,
+    decode_base_ms=25.0,
+    decode_row_ms=2.0,
+    decode_lora_ms=0.01,
+    load_base_ms=0.5,
+    load_ms_per_mib=0.04,
+    kv_base_ms=3.0,
+    kv_ms_per_mib=2.8,
+)
+"""A model of 428M parameters on a CPU: prefill and fetches as `bench.rebalance_kv` and `bench.prefix_fetch` measure them."""
+CPU_KV_TOKENS, CPU_KV_TOKEN_BYTES = 64_000, 32 << 10
+KV_TOKEN_BYTES = 128 << 10
+
+
+def cpu_worker() -> WorkerSpec:
+    """One CPU server."""
+    gpu = worker()
+    limits = msgspec.structs.replace(
+        gpu.limits, device="cpu", max_running=32, kv_blocks_total=CPU_KV_TOKENS // BLOCK, kv_token_bytes=CPU_KV_TOKEN_BYTES
+    )
+    return replace(gpu, limits=limits, perf=CPU_PERF, steps=PerfSteps(CPU_PERF))
+
+
+def worker(kv_ms_per_mib: float = NATS_MS_PER_MIB) -> WorkerSpec:
+    """One GPU, which fetches KV blocks at this rate."""
     limits = WorkerLimits(
         base_model="llama-3-8b",
         device="cuda",
@@ -54,17 +83,20 @@ def worker() -> WorkerSpec:
         kv_blocks_total=KV_TOKENS // BLOCK,
         adapter_bytes_total=64 * ADAPTER_BYTES,
         max_lora_rank=64,
+        kv_format="bench",
+        kv_token_bytes=KV_TOKEN_BYTES,
     )
+    perf = msgspec.structs.replace(PERF, kv_base_ms=2.0, kv_ms_per_mib=kv_ms_per_mib)
     steps = PerfSteps(PERF, context_token_ps=CONTEXT_TOKEN_PS)
     options = WorkerOptions(prefix_cache=True, max_step_tokens=2_048, max_loras=64)
-    return WorkerSpec(limits=limits, perf=PERF, steps=steps, options=options)
+    return WorkerSpec(limits=limits, perf=perf, steps=steps, options=options)
 
 
 # ---- workloads
 
 
-def mooncake(path: Path, rate: float, *, most: int = 0) -> Workload:
-    """The recorded conversations, with their times stretched to `rate` requests per second; all for the base model."""
+def recorded(path: Path, rate: float, *, most: int = 0) -> Workload:
+    """Recorded requests, with their times stretched to `rate` per second; all for the base model."""
     trace = read_trace(path)
     none = np.zeros(0, np.int64)
     made = (
@@ -139,21 +171,32 @@ class Outcome:
     goodput: float  # requests per second within their objectives
     reused: int  # tokens of prompts
     reused_share: float  # of all
+    fetched: int  # requests with blocks from another worker
     refused: int
 
 
-def play(workload: Workload, workers: int, policy: str, *, aware: bool = True, admission: AdmissionName = "room") -> Outcome:
-    """One run. `policy` "oracle": Motet's, with every cache known at every moment."""
+def play(
+    workload: Workload,
+    workers: int,
+    policy: str,
+    *,
+    spec: WorkerSpec,
+    aware: bool = True,
+    fetch: bool = True,
+    admission: AdmissionName = "room",
+) -> Outcome:
+    """One run. `policy` "oracle": Motet's, with every cache known at every moment. `fetch`: blocks may travel."""
     oracle = policy == "oracle"
     scheduler = SchedulerSpec(
         choose=POLICIES.named("motet" if oracle else policy)(),
         prefix_aware=aware,
+        kv_travel=fetch,
         admission=admission,
         max_tokens=1_024,
         rebalance="off",
     )
     bus = BusDelays(submit_ms=0.5, assign_ms=0.5, stream_ms=0.3)
-    cluster = Cluster(workload, [worker()] * workers, scheduler, bus=bus)
+    cluster = Cluster(workload, [spec] * workers, scheduler, bus=bus)
     if oracle:
         know_all(cluster)
     cluster.run()
@@ -195,5 +238,6 @@ def outcome(workload: Workload, cluster: Cluster) -> Outcome:
         goodput=float(kept.sum()) / (workload.duration_s - began_s),
         reused=cluster.metrics.prefix_tokens,
         reused_share=cluster.metrics.prefix_tokens / float(workload.prompt_tokens.sum()),
+        fetched=cluster.metrics.kv_travels,
         refused=refused,
     )

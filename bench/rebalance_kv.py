@@ -14,6 +14,7 @@ import json
 import secrets
 import tempfile
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,18 +48,18 @@ async def _measure(directory: Path, quick: bool) -> dict[str, Any]:
     context, pairs = (QUICK_CONTEXT, QUICK_PAIRS) if quick else (CONTEXT, PAIRS)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     draw = np.random.default_rng(3)
-    client = _Client()
+    client = Client()
     both = {name: {"threads": "1"} for name in ("old", "new")}
     async with Workers(model, directory, both, client.hear, end_s=0.0) as workers:
         for _ in range(OTHERS):
-            await _send(workers, "old", _request(draw.integers(2, vocabulary, size=64).tolist(), 1500))
+            await send(workers, "old", fresh(draw.integers(2, vocabulary, size=64).tolist(), 1500))
         times: dict[bool, list[float]] = defaultdict(list)
         same = 0
         for _ in range(pairs + 1):  # the first pair warms up
             prompt = draw.integers(2, vocabulary, size=context).tolist()
             said = []
             for travels in (False, True):
-                took_ms, tokens = await _move(workers, client, _request(prompt, BEFORE + AFTER), travels=travels)
+                took_ms, tokens = await _move(workers, client, fresh(prompt, BEFORE + AFTER), travels=travels)
                 times[travels].append(took_ms)
                 said.append(tokens)
             same += said[0] == said[1]
@@ -72,7 +73,7 @@ async def _measure(directory: Path, quick: bool) -> dict[str, Any]:
     }
 
 
-class _Client:
+class Client:
     """The gateway's side of both workers: the items of each request and epoch, and when they came."""
 
     def __init__(self) -> None:
@@ -89,6 +90,13 @@ class _Client:
         """When the first tokens came."""
         return self._items[request_id, epoch][0][0]
 
+    def pause_ms(self, request_id: str, from_s: float, to_s: float) -> float:
+        """The longest time without a token that ends or lies between two times."""
+        came = [at_s for at_s, _ in self._items[request_id, 0] if at_s <= to_s]
+        before = [at_s for at_s in came if at_s <= from_s][-1:]
+        times = [*before, *[at_s for at_s in came if at_s > from_s], to_s]
+        return 1000.0 * max(after - at for at, after in pairwise(times))
+
     async def tokens(self, request_id: str, epoch: int, count: int) -> list[int]:
         """The tokens so far, once there are at least `count`."""
 
@@ -102,26 +110,26 @@ class _Client:
         return found()
 
 
-async def _send(workers: Workers, name: str, request: GenerateRequest) -> None:
+async def send(workers: Workers, name: str, request: GenerateRequest) -> None:
     """Assign a request to a worker, as a scheduler does. Raises RuntimeError if it refuses."""
     if (refused := await workers.assign(name, request)) is not None:
         raise RuntimeError(f"{name} refuses: {refused.error.message}")
 
 
-async def _move(workers: Workers, client: _Client, request: GenerateRequest, *, travels: bool) -> tuple[float, list[int]]:
+async def _move(workers: Workers, client: Client, request: GenerateRequest, *, travels: bool) -> tuple[float, list[int]]:
     """Returns the milliseconds from the move to the next token, and all tokens."""
     name = request.request_id
-    await _send(workers, "old", request)
+    await send(workers, "old", request)
     before, began_s = (await client.tokens(name, 0, BEFORE))[:BEFORE], now_s()
     offer = KvOffer(worker_id="old", token=secrets.token_hex(8)) if travels else None
     cancel = Cancel(request_id=name, epoch=0, kv_token=offer.token if offer is not None else "")
     await workers.bus.publish(subjects.control("old"), cancel)
-    await _send(workers, "new", msgspec.structs.replace(request, epoch=1, output=pack_tokens(before), kv=offer))
+    await send(workers, "new", msgspec.structs.replace(request, epoch=1, output=pack_tokens(before), kv=offer))
     await client.tokens(name, 1, 1)
     took_s = client.first_s(name, 1) - began_s
     return 1000.0 * took_s, [*before, *await client.tokens(name, 1, AFTER)]
 
 
-def _request(prompt: list[int], max_tokens: int) -> GenerateRequest:
+def fresh(prompt: list[int], max_tokens: int) -> GenerateRequest:
     """A request whose blocks no other request shares."""
     return greedy(secrets.token_hex(6), prompt, max_tokens, cache_salt=secrets.token_hex(4))

@@ -10,12 +10,12 @@ each other, and lengths stands alone.
 - `times`: `perf_model` (step times), `step_record` (a step in numbers), `step_times` and `perf_fit` (fitting them, online and
   offline)
 - `memory`: `kv_blocks` and `adapter_slots` (on the device), `host_tier` and `eviction`, `ledger` and `boundary` (who may fill
-  how much), `kv_travel` (blocks of requests that move)
+  how much), `kv_travel` (blocks that go from one worker to another)
 - `step`: `batch_state` (sequences and plans), `batch_admission` (what the next step computes), `request_queues` and
   `overtaking`, `cold_start`, `merge_decision` and `mode_demand` (when an adapter is merged into the weights), `batch_core` (all
   of it)
 - `cluster`: `worker_load`, `worker_table`, `holders` and `cluster_state` (the workers' state), `flights` (assignments that no
-  state shows yet), `candidates` (workers that can take a request), `choice` (a policy's answer), `shared_cost` (the policy),
+  state shows yet), `candidates` (workers that can take a request), `cached_prompt` (what a prompt finds on each), `choice` (a policy's answer), `shared_cost` (the policy),
   `dispatch` (the decision); `placement` (which adapters each worker keeps loaded), `migration_plan` and `rebalance` (requests
   that move to another worker)
 - `worker`: `request_life`, `worker_events`, `worker_core` (a worker's decisions outside its engine), `worker_view` (what

@@ -34,6 +34,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """auto: waiting requests move to workers where they run sooner. on: running ones move as well, and adapters are placed by
     demand."""
     kv_travel: bool = True
-    """A request that moves fetches its KV blocks where that is faster than computing them again."""
+    """A worker fetches the KV blocks of a request that moves, and cached ones of prompts, where that is faster than computing
+    them again."""
     place_s: _Seconds = 180.0
     """Time between decisions about which adapters workers keep loaded."""

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.describe import brief_of
+from motet.policies.cluster.dispatch import Decision
 from motet.policies.cluster.migration_plan import Plan
 from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer, Rebalancing
 from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, Cadence
@@ -29,6 +30,7 @@ from motet.twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_
 from motet.twin.metrics import Metrics, summary
 from motet.twin.run import Live
 from motet.twin.scheduler import Scheduler, SchedulerSpec
+from motet.twin.travel import Source
 from motet.twin.worker import Worker
 from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Request, Workload
@@ -81,7 +83,6 @@ class _Attempt:
     epoch: int
     predicted_tokens: int
     before: Live | None = None  # as another worker handed it over
-    fetch_at: str = ""  # the worker that fetches its KV blocks if it gets the request
 
     def brief(self) -> RequestBrief:
         """The request as this attempt describes it."""
@@ -209,35 +210,37 @@ class Cluster:
             return
         self._place(self._attempt(request))
 
-    def _attempt(self, request: Request, before: Live | None = None) -> _Attempt:
+    def _attempt(self, request: Request, before: Live | None = None, *, has_kv: bool = False) -> _Attempt:
         """A request comes to its scheduler, for the first time or after `before`."""
         scheduler, now_s = self.schedulers[self._turn[request.index]], self.events.now_s
         produced = before.length - request.prompt_tokens if before is not None else 0
         epoch = before.brief.epoch + 1 if before is not None else 0
         predicted_tokens = scheduler.predict(request, produced)
-        ask = scheduler.ask(request, _brief(request, predicted_tokens, epoch, before), now_s)
+        ask = scheduler.ask(request, _brief(request, predicted_tokens, epoch, before), now_s, has_kv=has_kv)
         return _Attempt(request, scheduler, ask, epoch, predicted_tokens, before)
 
     def _place(self, attempt: _Attempt) -> None:
-        scheduler, chosen = attempt.scheduler, None
+        scheduler, decision = attempt.scheduler, None
         if len(attempt.ask.tried) < scheduler.spec.attempts:
-            chosen = scheduler.decide(attempt.ask, self.events.now_s).worker_id
-        if chosen is None:
+            decision = scheduler.decide(attempt.ask, self.events.now_s)
+        if decision is None or decision.worker_id is None:
             self._refuse(attempt.request)
             return
-        self._send(attempt, chosen)
+        self._send(attempt, decision.worker_id, decision)
 
-    def _send(self, attempt: _Attempt, chosen: str) -> None:
-        brief = attempt.scheduler.expect(chosen, attempt.brief(), self.events.now_s, attempt.ask)
+    def _send(self, attempt: _Attempt, chosen: str, decision: Decision, source: Source | None = None) -> None:
+        brief = attempt.scheduler.expect(chosen, attempt.brief(), self.events.now_s, attempt.ask, decision)
+        if (kv := decision.kv) is not None:
+            source = Source(self._by_id[kv.worker_id].travels, kv.from_tokens, kv.to_tokens)
         if self._assign_ps:
-            self.events.at(self.events.now_ps + self._assign_ps, ARRIVAL, self._assign, attempt, chosen, brief)
+            self.events.at(self.events.now_ps + self._assign_ps, ARRIVAL, self._assign, attempt, chosen, brief, source)
         else:
-            self._assign(attempt, chosen, brief)
+            self._assign(attempt, chosen, brief, source)
 
-    def _assign(self, attempt: _Attempt, worker_id: str, brief: RequestBrief) -> None:
+    def _assign(self, attempt: _Attempt, worker_id: str, brief: RequestBrief, source: Source | None) -> None:
         request, scheduler = attempt.request, attempt.scheduler
         worker = self._by_id[worker_id]
-        if worker.assign(request, replace(brief), attempt.before, fetch=worker_id == attempt.fetch_at):
+        if worker.assign(request, replace(brief), attempt.before, source=source):
             self.metrics.worker[request.index] = worker.index
             scheduler.flights.accepted(worker_id, request.request_id, self.events.now_s)
             return
@@ -260,10 +263,10 @@ class Cluster:
 
     def _handed(self, live: Live, to: str, fetch: bool) -> None:
         self.metrics.moves += 1
-        attempt = self._attempt(live.request, live)
-        if attempt.scheduler.core.may_take(attempt.ask, to, self.events.now_s):
-            attempt.fetch_at = to if fetch else ""
-            self._send(attempt, to)
+        attempt = self._attempt(live.request, live, has_kv=fetch)
+        named = attempt.scheduler.core.named(attempt.ask, to, self.events.now_s)
+        if named is not None:
+            self._send(attempt, to, named, Source() if fetch else None)
         else:
             self._place(attempt)
 

@@ -137,18 +137,19 @@ class Engine:
         else:
             self.shorten()
 
-    def take_in(self, lives: list[Live], start: Callable[[], None]) -> None:
-        """Write the KV blocks that were fetched for these requests, and hold them while `start` adds the requests."""
+    def take_in(self, lives: list[tuple[Live, int]], start: Callable[[], None]) -> None:
+        """Write the KV blocks that were fetched for these requests, so many of each, and hold them while `start` adds the
+        requests."""
         kv, held = self._state.kv, self.batches.travelling
-        for live in lives:
-            full = (live.length - 1) // kv.block_size
+        for live, full in lives:
             extend_keys(kv, live, full)
             keys = live.keys[held.hold(live.brief.request_id, live.keys[:full]) : full]
-            if held.grow(live.brief.request_id, len(keys)) is not None:
+            if keys and held.grow(live.brief.request_id, len(keys)) is not None:
                 held.publish(live.brief.request_id, keys)
                 self._metrics.kv_travels += 1
+                self._metrics.kv_blocks_moved += len(keys)
         start()
-        for live in lives:
+        for live, _ in lives:
             held.drop(live.brief.request_id)
 
     def wake(self) -> None:
@@ -172,6 +173,13 @@ class Engine:
             self._serial += 1
             run.serial = self._serial
             self._events.at(run.began_ps + run.took_ps(steps), STEP, self._end, run.serial)
+
+    def step_end_ps(self) -> int:
+        """When the present step ends; now without one."""
+        run, now_ps = self._run, self._events.now_ps
+        if run is None:
+            return now_ps
+        return run.began_ps + run.took_ps(min(run.steps, run.ended_by(now_ps) + 1))
 
     def progress(self) -> Stepped:
         """Free memory and the output tokens of all running requests, after the steps that have ended by now."""

@@ -57,7 +57,8 @@ class Metrics:
     switches: int = 0  # times that the merged adapter changed
     switch_ps: int = 0  # time that the changes took
     moves: int = 0  # requests handed from one worker to another
-    kv_travels: int = 0  # of those, with their KV blocks
+    kv_travels: int = 0  # requests with KV blocks from another worker: of those that moved, and with a prompt cached there
+    kv_blocks_moved: int = 0
 
     def __post_init__(self) -> None:
         n = self.requests

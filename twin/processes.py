@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.describe import brief_of
+from motet.policies.cluster.dispatch import Decision
 from motet.policies.owner.events import (
     Action,
     Answered,
@@ -240,20 +241,20 @@ class Search:
     def _next(self) -> None:
         scheduler, tried = self._process.scheduler, self._ask.tried
         named, self._to = self._to, ""
-        if named and scheduler.core.may_take(self._ask, named, self._now_s):
-            self._assign(named)
+        if named and (decision := scheduler.core.named(self._ask, named, self._now_s)) is not None:
+            self._assign(named, decision)
             return
-        chosen = scheduler.decide(self._ask, self._now_s).worker_id if len(tried) < scheduler.spec.attempts else None
-        if chosen is None:
+        chosen = scheduler.decide(self._ask, self._now_s) if len(tried) < scheduler.spec.attempts else None
+        if chosen is None or chosen.worker_id is None:
             why: Any = "unavailable" if tried or not len(scheduler.state) else "overloaded"
             self._reply(Refused(self._stream, self._epoch, Trouble(why, why, why)))
             return
-        self._assign(chosen)
+        self._assign(chosen.worker_id, chosen)
 
-    def _assign(self, worker_id: str) -> None:
+    def _assign(self, worker_id: str, decision: Decision) -> None:
         process, network = self._process, self._process.network
         worker = process.workers[worker_id]
-        brief = process.scheduler.expect(worker_id, self._brief(), self._now_s, self._ask)
+        brief = process.scheduler.expect(worker_id, self._brief(), self._now_s, self._ask, decision)
         self._attempts += 1
         attempt, generation = self._attempts, process.generation
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.cluster_view import ClusterView
 from motet.policies.cluster.describe import predicted
@@ -66,11 +68,11 @@ class Scheduler:
         expected = self._lengths.expected_tokens(request.adapter.digest, most)
         return predicted(expected, most=most, produced=produced)
 
-    def ask(self, request: Request, brief: RequestBrief, now_s: float) -> Ask:
-        """A request came: the question which worker takes it."""
+    def ask(self, request: Request, brief: RequestBrief, now_s: float, *, has_kv: bool = False) -> Ask:
+        """A request came: the question which worker takes it. `has_kv`: its blocks come from where it has moved."""
         adapter = request.adapter if request.adapter.digest else None
         keys = tuple(prefix_keys(request, size) for size in sorted(self._block_sizes))
-        return self.core.ask(brief, now_s, base_model=self._base_model, adapter=adapter, prefix_keys=keys)
+        return self.core.ask(brief, now_s, base_model=self._base_model, adapter=adapter, prefix_keys=keys, has_kv=has_kv)
 
     def mean_tokens(self) -> float:
         """The average output length so far."""
@@ -84,8 +86,8 @@ class Scheduler:
         """Choose a worker."""
         return self.core.decide(ask, now_s, self._lengths.mean_tokens())
 
-    def expect(self, worker_id: str, brief: RequestBrief, now_s: float, ask: Ask) -> RequestBrief:
+    def expect(self, worker_id: str, brief: RequestBrief, now_s: float, ask: Ask, decision: Decision) -> RequestBrief:
         """Count a request as assigned to a worker. Returns what the worker is told of it."""
-        brief = self.core.described(brief, ask, worker_id)
+        brief = replace(brief, cached_tokens=decision.cached_tokens)
         self.flights.expect(worker_id, brief, now_s, ask.prefix_keys)
         return brief

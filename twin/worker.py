@@ -13,10 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from msgspec.structs import replace
 
 from motet.policies.memory.host_tier import Load
-from motet.policies.memory.kv_travel import travel
 from motet.policies.step.batch_state import due_s
 from motet.policies.worker.assemble import worker_core
-from motet.policies.worker.request_life import Entry
+from motet.policies.worker.request_life import Entry, Key
 from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import (
     Action,
@@ -41,10 +40,11 @@ from motet.shared.model import AdapterRef, RequestBrief
 from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 from motet.twin.content import NO_CONTENT, content
 from motet.twin.engine import Engine
-from motet.twin.events import MESSAGE, PS_PER_S, STEP, Events, to_ps
+from motet.twin.events import PS_PER_S, STEP, Events
 from motet.twin.metrics import Metrics
 from motet.twin.run import Live
 from motet.twin.storage import Storage
+from motet.twin.travel import Source, Travels
 from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Request
 
@@ -87,17 +87,21 @@ class Worker:
         self.core.on(Registered(adapters), 0.0)
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._ticks = False
-        self._landing: list[Entry[Live]] = []  # requests whose KV blocks have come
+        self.travels = Travels(self.worker_id, spec, events, self.engine, self._fetched)
+        self._sources: dict[Key, Source] = {}  # of requests that are to fetch KV blocks
+        self._landing: list[tuple[Entry[Live], int]] = []  # requests whose KV blocks have come, and how many have
         if spec.options.foresight != "off":
             self._tick(TICK_PS)
 
     # ---- requests
 
-    def assign(self, request: Request, brief: RequestBrief, before: Live | None = None, *, fetch: bool = False) -> bool:
+    def assign(
+        self, request: Request, brief: RequestBrief, before: Live | None = None, *, source: Source | None = None
+    ) -> bool:
         """Accept a request, or refuse it for lack of room: in the queue, or for so many tokens at all.
 
-        `before`: the state in which another worker handed it over. Its tokens so far are computed again, or with `fetch` their
-        KV blocks are fetched from there.
+        `before`: the state in which another worker handed it over. Its tokens so far are computed again, or their KV blocks are
+        fetched from their `source`.
         """
         if request.prompt_tokens >= self._max_length:
             return False
@@ -118,9 +122,16 @@ class Worker:
             end_length=end_length,
             brief=brief,
         )
+        fetch = False
+        if source is not None:
+            blocks = self.travels.blocks(source, live)
+            fetch = blocks.end > blocks.first
+            if fetch:
+                self._sources[brief.request_id, brief.epoch] = source
         actions = self.core.on(Assign(brief, "", adapter if adapter.digest else None, live, fetch), now_s)
         first = actions[0] if actions else None
         if isinstance(first, Refuse):
+            self._sources.pop((brief.request_id, brief.epoch), None)
             return False
         self._metrics.host_misses += not isinstance(first, Start)
         self._perform(actions)
@@ -179,7 +190,7 @@ class Worker:
                 case Start(entry):
                     self.engine.add(entry.payload)
                 case Fetch(entry):
-                    self._fetch(entry)
+                    self.travels.fetch(entry, self._sources.pop(entry.key))
                 case Load():
                     self.storage.load(action)
                 case CopyIn(digest, over):
@@ -191,14 +202,8 @@ class Worker:
         self.engine.wake()
         self.announce_changes()
 
-    def _fetch(self, entry: Entry[Live]) -> None:
-        """Begin to fetch the KV blocks of a moved request."""
-        live = entry.payload
-        trip = travel(self.spec.perf, tokens=live.length, rank=live.rank, token_bytes=self.spec.limits.kv_token_bytes)
-        self._events.at(self._events.now_ps + to_ps(trip.copy_ms), MESSAGE, self._fetched, entry)
-
-    def _fetched(self, entry: Entry[Live]) -> None:
-        self._landing.append(entry)
+    def _fetched(self, landing: list[tuple[Entry[Live], int]]) -> None:
+        self._landing += landing
         if self.engine.idle:
             self.between_steps()
         else:
@@ -247,12 +252,12 @@ class Worker:
         """Start the requests whose KV blocks have come."""
         if not self._landing:
             return
-        landing, self._landing = [one for one in self._landing if self.core.entry(one.key) is one], []
+        landing, self._landing = [one for one in self._landing if self.core.entry(one[0].key) is one[0]], []
 
         def start() -> None:
-            self._perform([action for entry in landing for action in self.core.on(Fetched(entry.key), self._events.now_s)])
+            self._perform([action for entry, _ in landing for action in self.core.on(Fetched(entry.key), self._events.now_s)])
 
-        self.engine.take_in([entry.payload for entry in landing], start)
+        self.engine.take_in([(entry.payload, blocks) for entry, blocks in landing], start)
 
     def announce(self) -> None:
         """There may be news for schedulers."""

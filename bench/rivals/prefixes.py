@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.rivals.policies import most_idle
+from motet.policies.cluster.cached_prompt import find
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, lightest, spread
 from motet.policies.cluster.cluster_state import ClusterState
@@ -93,8 +94,8 @@ def dynamo(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, 
     """
     t = state.table
     size = np.maximum(t["block_size"], 1)
-    cached = state.cached_tokens(ask.prefix_keys, ask.adapter)
-    tokens = float(ask.tokens) if cached is None else ask.tokens - cached
+    found = find(state, ask, now_s)
+    tokens = float(ask.tokens) if found is None else ask.tokens - found.spared
     prefill = (t["queue_tokens"] + tokens) / size
     active = (t["kv_tokens_total"] - t["kv_tokens_free"] + t["queue_tokens"] + ask.tokens) / size
     cost = prefill + active

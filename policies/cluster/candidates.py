@@ -44,6 +44,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     tenant_weight: float = 1.0  # its share relative to other tenants'
     prefix_keys: tuple[PrefixKeys, ...] = ()  # of its prompt, for each block size that workers have
+    travels: bool = False  # its worker may fetch cached blocks of its prompt from another worker
     demand: float = 0.0  # recent demand of the tenant (policies.cluster.demand.Standing); 0 for unknown
     largest_demand: float = 0.0
 

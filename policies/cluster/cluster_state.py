@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import inf
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +33,21 @@ from motet.policies.cluster.worker_table import (
     hash_of,
 )
 from motet.policies.memory.kv_blocks import merged_short, told_tokens
-from motet.policies.times.perf_model import Floats
+from motet.policies.memory.kv_travel import MOST_BYTES, SURE
+from motet.policies.times.perf_model import MIB, Floats
 from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 from motet.shared.wire.prefixes import PrefixKeys, unpack_keys
 
 _ANY = 1 << 40  # tokens, or a rank, above all
+
+
+class Beginning(NamedTuple):
+    """`rows` have the first `tokens` tokens of a prompt, and no more. `last_key`: of the last of these blocks."""
+
+    rows: NDArray[np.intp]
+    tokens: int
+    last_key: int
+    merged: bool  # blocks of an adapter that is merged into these workers' weights
 
 
 class ClusterState:
@@ -54,10 +65,14 @@ class ClusterState:
         self.prefixes = PrefixIndex()
         self._merged: dict[int, str] = {}  # row -> the adapter that is merged into its weights
         self._bases: dict[str, int] = {}
+        self._formats: dict[str, int] = {"": 0}  # of KV blocks
+        self.found: Any = None
+        """What the last question's prompt found (`cached_prompt.find`)."""
         self.held_back: set[int] = set()  # the rows that are draining or refusing
         self.pooling: set[int] = set()  # the rows with a pooling model
         self.crowded: set[int] = set()  # the rows without a free seat
-        self._perf: PerfColumns | None = None  # this and the next two are computed on demand, see `_forget_derived`
+        self._perf: PerfColumns | None = None  # this and the next ones are computed on demand, see `_forget_derived`
+        self._travel_gain: Floats | None = None
         self._least: tuple[int, int] | None = None
         self._serving: dict[int, NDArray[np.bool_]] = {}
         self._alike: dict[str, float | None] = {}
@@ -125,22 +140,25 @@ class ClusterState:
         """The adapters that the worker holds and the fastest tier each is in."""
         return self._adapters[worker_id]
 
-    def cached_tokens(self, prompt: Iterable[PrefixKeys], adapter: str) -> Floats | None:
-        """For each row the tokens of a prompt for this adapter that it need not compute; None when that is 0 everywhere."""
-        found: Floats | None = None
-        merged = [row for row, digest in self._merged.items() if digest == adapter]
+    def beginnings(self, prompt: Iterable[PrefixKeys], adapter: str) -> list[Beginning]:
+        """Which workers have how much of a prompt for this adapter; each worker is in one of them at most."""
+        found: list[Beginning] = []
+        merged = self.merged_rows(adapter)
         for part in prompt:
             keys = unpack_keys(part.keys)
             for depth in self.prefixes.depths(keys):
-                found = np.zeros(len(self.ids)) if found is None else found
-                found[depth.rows] = depth.keys * part.tokens
+                rows = np.setdiff1d(depth.rows, merged) if merged else depth.rows
+                found.append(Beginning(rows, depth.keys * part.tokens, keys[depth.keys - 1], merged=False))
             if merged:
-                found = np.zeros(len(self.ids)) if found is None else found
-                found[merged] = 0.0
-                for depth in self.prefixes.depths([merged_short(key) for key in keys]):
+                others = [merged_short(key) for key in keys]
+                for depth in self.prefixes.depths(others):
                     rows = np.intersect1d(depth.rows, merged)
-                    found[rows] = depth.keys * part.tokens
+                    found.append(Beginning(rows, depth.keys * part.tokens, others[depth.keys - 1], merged=True))
         return found
+
+    def merged_rows(self, adapter: str) -> list[int]:
+        """The rows of the workers that have this adapter merged into their weights."""
+        return [row for row, digest in self._merged.items() if digest == adapter]
 
     def merge(self, worker_id: str, adapter: str) -> None:
         """The worker has this adapter merged into its weights, "" for none: its blocks have keys of their own."""
@@ -148,6 +166,7 @@ class ClusterState:
             self._merged[self._row[worker_id]] = adapter
         else:
             self._merged.pop(self._row[worker_id], None)
+        self.found = None
 
     def list_prefixes(self, worker_id: str, keys: Iterable[int]) -> None:
         """The worker has the KV blocks with these keys cached, and no others."""
@@ -192,6 +211,7 @@ class ClusterState:
             self._put_limits(row, limits)
         if perf != old_perf:
             self._put_perf(row, perf)
+        self._put_travel(row, limits, perf)
         self._write_times(row, worker_id, self._loads[worker_id])
 
     def terms(self, worker_id: str) -> tuple[WorkerLimits, PerfModel]:
@@ -218,6 +238,24 @@ class ClusterState:
         for name in PERF:
             self.table[name][row] = getattr(perf, name)
         self._perf = None
+
+    def _put_travel(self, row: int, limits: WorkerLimits, perf: PerfModel) -> None:
+        """Write how the worker fetches KV blocks. Without a measured link it does not."""
+        t, token_bytes = self.table, limits.kv_token_bytes
+        travels = bool(limits.kv_format and token_bytes > 0 and perf.kv_ms_per_mib > 0)
+        t["kv_format"][row] = self._formats.setdefault(limits.kv_format, len(self._formats))
+        t["kv_base_ms"][row] = perf.kv_base_ms
+        t["kv_token_ms"][row] = perf.kv_ms_per_mib * token_bytes / MIB if travels else 0.0
+        t["kv_tokens_most"][row] = MOST_BYTES // token_bytes if travels else 0.0
+        self._travel_gain = self.found = None
+
+    @property
+    def travel_gain(self) -> Floats:
+        """Milliseconds that each fetched token of a prompt saves on each worker, less a margin; 0 or less for none."""
+        if self._travel_gain is None:
+            t = self.table
+            self._travel_gain = np.where(t["kv_token_ms"] > 0.0, SURE * t["prefill_token_ms"] - t["kv_token_ms"], 0.0)
+        return self._travel_gain
 
     def drop_worker(self, worker_id: str) -> None:
         """Remove a worker with its requests and adapters; unknown ids are ignored."""
@@ -413,7 +451,7 @@ class ClusterState:
 
     def _forget_derived(self) -> None:
         """Drop cached results, because a worker came or left, or its limits changed."""
-        self._perf = self._least = None
+        self._perf = self._least = self._travel_gain = self.found = None
         self._serving.clear()
         self._alike.clear()
 

@@ -18,13 +18,14 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from motet.policies.cluster import objectives, shared_cost
+from motet.policies.cluster import cached_prompt, objectives, shared_cost
 from motet.policies.cluster.candidates import Ask, Screening, candidates, lacking, screen
 from motet.policies.cluster.choice import Choose
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.objectives import Admission
 from motet.policies.times.perf_model import decode_ms, prefill_ms
 from motet.shared.tables import Table
+from motet.shared.wire.request import KvOffer
 
 POLICIES: Table[Callable[[], Choose]] = Table({"motet": lambda: shared_cost.choose})
 """Constructors of the policies; every scheduler makes its own."""
@@ -35,7 +36,8 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The worker that gets the request, and why.
 
-    Without a worker, `screening` says why there is no candidate, or `late_s` when the first candidate is expected to meet the
+    It need not compute `cached_tokens` of the prompt; `kv` names the worker from which it should fetch some of them. Without a
+    worker, `screening` says why there is no candidate, or `late_s` when the first candidate is expected to meet the
     objectives.
     """
 
@@ -43,6 +45,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     candidates: int
     total_cost: float = 0.0  # in the policy's own unit
     breaks_slo: bool = False
+    cached_tokens: int = 0
+    kv: KvOffer | None = None
     screening: Screening | None = None
     late_s: float = 0.0
 
@@ -63,8 +67,8 @@ def decide(
     if not count:
         return Decision(worker_id=None, candidates=0, screening=screen(state, ask, now_s, stale_s))
     row, cost, breaks_slo = choose(state, ask, fit, now_s, avg_resp_len)
-    if admission == "objective" and not ask.begun and (breaks_slo or objectives.pressed(state, ask, row, avg_resp_len)):
-        rows, late_ms = objectives.late_ms(state, ask, fit, avg_resp_len)
+    if admission == "objective" and not ask.begun and (breaks_slo or objectives.pressed(state, ask, row, now_s, avg_resp_len)):
+        rows, late_ms = objectives.late_ms(state, ask, fit, now_s, avg_resp_len)
         in_time = rows[late_ms == 0.0]
         if not len(in_time):
             late_s = min(max(float(late_ms.min()) / 1000.0, MIN_RETRY_S), MAX_RETRY_S)
@@ -73,7 +77,27 @@ def decide(
             fit[:] = False
             fit[in_time] = True
             row, cost, breaks_slo = choose(state, ask, fit, now_s, avg_resp_len)
-    return Decision(worker_id=state.ids[row], candidates=count, total_cost=cost, breaks_slo=breaks_slo)
+    return _decision(state, ask, row, now_s, count, cost, breaks_slo=breaks_slo)
+
+
+def named(state: ClusterState, ask: Ask, worker_id: str, now_s: float, *, stale_s: float) -> Decision | None:
+    """The decision for the worker that a move names; None if it is no candidate."""
+    row = state.row(worker_id)
+    if row < 0 or not candidates(state, ask, now_s, stale_s)[row]:
+        return None
+    return _decision(state, ask, row, now_s, 1, 0.0, breaks_slo=False)
+
+
+def _decision(state: ClusterState, ask: Ask, row: int, now_s: float, count: int, cost: float, *, breaks_slo: bool) -> Decision:
+    found = cached_prompt.find(state, ask, now_s)
+    return Decision(
+        worker_id=state.ids[row],
+        candidates=count,
+        total_cost=cost,
+        breaks_slo=breaks_slo,
+        cached_tokens=int(found.spared.item(row)) if found is not None else 0,
+        kv=cached_prompt.offer(state, ask, found, row, now_s),
+    )
 
 
 def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: float) -> float:

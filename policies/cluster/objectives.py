@@ -31,6 +31,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.policies.cluster import cached_prompt
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import adapter_ms
 from motet.policies.cluster.cluster_state import ClusterState
@@ -55,7 +56,7 @@ FEW = 1.0
 """Rows added to the non-urgent ones: among few rows the urgent share is uncertain."""
 
 
-def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> bool:
+def pressed(state: ClusterState, ask: Ask, row: int, now_s: float, avg_resp_len: float) -> bool:
     """Whether `late_ms` might find this row late: it has no free seat, or a time per token near an objective.
 
     This check is cheaper than `late_ms`.
@@ -67,8 +68,8 @@ def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> boo
         return bool(exists)
     rank = t["max_rank"].item(row) if t["bgmv"].item(row) else t["rank_sum"].item(row) / exists
     rank = max(rank, ask.rank)
-    cached = state.cached_tokens(ask.prefix_keys, ask.adapter)
-    tokens = ask.tokens if cached is None else ask.tokens - cached.item(row)
+    found = cached_prompt.find(state, ask, now_s)
+    tokens = ask.tokens if found is None else ask.tokens - found.spared.item(row)
     prompt = (t["queue_tokens"].item(row) + tokens) / (t["queued"].item(row) + 1.0)
     prefill = t["prefill_base_ms"].item(row) + t["prefill_token_ms"].item(row) * prompt + t["prefill_lora_ms"].item(row) * rank
     row_ms = t["decode_row_ms"].item(row) + t["decode_lora_ms"].item(row) * rank + prefill / avg_resp_len
@@ -77,7 +78,9 @@ def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> boo
     return t["decode_base_ms"].item(row) + (exists + 1.0) * row_ms > limit
 
 
-def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len: float) -> tuple[NDArray[np.intp], Floats]:
+def late_ms(
+    state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float
+) -> tuple[NDArray[np.intp], Floats]:
     """Some of the rows in `fit`, and the time until each is expected to meet the objectives of `ask`; 0.0 means now."""
     rows = _roomiest(state, fit)
     t = {name: state.table[name][rows] for name in (*_PACE, *_WAIT)}
@@ -85,11 +88,14 @@ def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len:
     band = band_of(ask.ttft_slo_ms)
     room = ROOM[band]
     tokens: Floats | float = float(ask.tokens)
-    if (cached := state.cached_tokens(ask.prefix_keys, ask.adapter)) is not None:
-        tokens = tokens - cached[rows]
+    found = cached_prompt.find(state, ask, now_s)
+    if found is not None:
+        tokens = tokens - found.spared[rows]
     pace = _pace(t, ask, tokens, avg_resp_len)
     share = share_of((load.tenants for load in loads), ask)
     own, ttft = _ttft(state, ask, tokens, rows, t, loads, pace, overtaken=share != "below")
+    if found is not None and found.fetch_ms is not None:
+        own, ttft = own + found.fetch_ms[rows], ttft + found.fetch_ms[rows]
     alone = pace.base + pace.row  # a step with r alone
 
     over = share == "above"

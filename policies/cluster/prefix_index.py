@@ -49,6 +49,8 @@ class PrefixIndex:
         self._most = most
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
         self._size = 0
+        self.version = 0
+        """Counts the changes of what workers have."""
         self._bit: dict[int, int] = {}  # row -> its bit's number
         self._rows = np.full(64, -1, np.intp)  # bit's number -> row, -1 for a retired or a free one
         self._free: list[int] = []  # numbers that no key has
@@ -74,6 +76,7 @@ class PrefixIndex:
         self._add(row, keys)
 
     def _add(self, row: int, keys: Iterable[int]) -> None:
+        self.version += 1
         number = self._bit.get(row)
         bit = 1 << (self._take(row) if number is None else number)
         shards, intern, added = self._shards, self._masks, 0
@@ -98,6 +101,7 @@ class PrefixIndex:
         number = self._bit.get(row)
         if number is None:
             return
+        self.version += 1
         gone, shards = ~(1 << number), self._shards
         for key in keys:
             shard = shards[key % SHARDS]
@@ -135,6 +139,11 @@ class PrefixIndex:
         if self._retired:
             self._sweep(SWEEP)
 
+    def expects(self, row: int, key: int) -> bool:
+        """Whether the worker is only about to have this block, as far as is known."""
+        expected = self._expected.get(row)
+        return expected is not None and key in expected
+
     def has(self, row: int, key: int) -> bool:
         """Whether the worker is known to have a block."""
         number = self._bit.get(row)
@@ -142,6 +151,7 @@ class PrefixIndex:
 
     def forget(self, row: int) -> None:
         """Nothing is known of the worker any more: it has gone, or will list its blocks anew."""
+        self.version += 1
         number = self._bit.pop(row, None)
         self._expected.pop(row, None)
         if number is not None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from msgspec.structs import replace
-
-from motet.policies.cluster.candidates import Ask, candidates
+from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choose
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.demand import Demand
 from motet.policies.cluster.describe import ask_of
-from motet.policies.cluster.dispatch import POLICIES, Decision, decide
+from motet.policies.cluster.dispatch import POLICIES, Decision, decide, named
 from motet.policies.cluster.placement import Placing
 from motet.policies.cluster.queue_moves import AdapterSizes, QueueMoves
 from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer, Rebalancing
@@ -50,9 +48,11 @@ class SchedulerCore:
         needs: Mapping[str, str] = {},
         avoid: tuple[str, ...] = (),
         repeated: int = 0,
+        has_kv: bool = False,
     ) -> Ask:
         """A request came: the question which worker takes it.
 
+        `has_kv`: its blocks come from where it has moved.
         `repeated`: refusals of its tenant's requests that its gateway has given by itself; the others as in `Ask`.
         """
         if adapter is not None and not brief.epoch:
@@ -67,6 +67,7 @@ class SchedulerCore:
             base_model=base_model,
             adapter_bytes=size_bytes,
             prefix_keys=prefix_keys if self.options.prefix_aware else (),
+            travels=self.options.kv_travel and not has_kv,
             needs=needs,
             avoid=avoid,
         )
@@ -84,14 +85,6 @@ class SchedulerCore:
             admission=options.admission,
         )
 
-    def described(self, brief: RequestBrief, ask: Ask, worker_id: str) -> RequestBrief:
-        """The request as it is assigned to the worker: with the tokens that this one need not compute."""
-        cached = self.state.cached_tokens(ask.prefix_keys, ask.adapter)
-        if cached is None:
-            return brief
-        return replace(brief, cached_tokens=int(cached[self.state.row(worker_id)]))
-
-    def may_take(self, ask: Ask, worker_id: str, now_s: float) -> bool:
-        """Whether the worker that a move names is a candidate."""
-        row = self.state.row(worker_id)
-        return row >= 0 and bool(candidates(self.state, ask, now_s, self.options.stale_s)[row])
+    def named(self, ask: Ask, worker_id: str, now_s: float) -> Decision | None:
+        """The decision for the worker that a move names; None if it cannot take the request."""
+        return named(self.state, ask, worker_id, now_s, stale_s=self.options.stale_s)

@@ -11,7 +11,7 @@ For each worker, with N requests there and the new one r, in milliseconds per ou
     cost     = others + own + penalties
 
 L is the average response length, out(r) the predicted one. Tokens of the prompt that a worker has cached count nowhere: it
-does not compute them (`prefix_index`). The paper's Algorithm 1 is `others` without copy and room. The other
+does not compute them (`cached_prompt`). The paper's Algorithm 1 is `others` without copy and room. The other
 parts:
 
 r's own time. Without it, slow workers would be filled like fast ones, and a queue would never outweigh a loaded adapter.
@@ -30,6 +30,10 @@ YOUNG_STEPS steps. As a result workers take turns.
 Room. One of R running requests ends every L / R steps, whatever their lengths (Little's law), and gives back a seat and its
 share of the memory. Who waits for that passes the wait on: the N requests are followed by N others within L tokens, and these
 wait behind r. So it counts N times as well, and beyond capacity it outweighs all else: the shortest queue wins.
+
+Fetched blocks. Where a worker fetches a part of the prompt from another one, r waits for the later of these blocks and its turn
+instead of computing that part. In `others` the part counts as if it were computed: it takes cache memory from blocks that
+others will then compute again. Without that, copies of the same prompts fill all caches, and less is reused in the end.
 
 Separate ranks. With BGMV a request of a high rank slows all others, and the next request of that rank comes to the same
 worker. So its cost outlasts the request and counts LASTING times.
@@ -54,6 +58,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.policies.cluster import cached_prompt
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, adapter_ms, spread
 from motet.policies.cluster.cluster_state import ClusterState
@@ -97,8 +102,8 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     now_ms = np.array(1000.0 * now_s)
 
     tokens: Floats | float = float(ask.tokens)
-    if (cached := state.cached_tokens(ask.prefix_keys, ask.adapter)) is not None:
-        tokens = tokens - cached
+    if (found := cached_prompt.find(state, ask, now_s)) is not None:
+        tokens = tokens - found.cached
     own = perf.prefill_token_ms * np.array(tokens) + d_prefill
     age = (now_ms - t["opened_ms"]) / step
     alone = np.minimum(age, _ONE)  # chance that r joins no other prefill: then it costs its base
@@ -108,6 +113,9 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     if stalls != 0.0:
         stall += copy if stalls == 1.0 else t["copies_stall"] * copy
     wait = t["queue_ms"] + own
+    if found is not None and found.fetch_ms is not None:
+        turn_ms = t["queue_ms"] - perf.prefill_base_ms
+        wait += np.maximum(found.fetch_ms - turn_ms, 0.0) - perf.prefill_token_ms * (found.spared - found.cached)
     if waits != 0.0:
         wait += copy if waits == 1.0 else t["copies_wait"] * copy
     if perf.fetches:

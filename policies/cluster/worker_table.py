@@ -53,6 +53,10 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
     "copies_stall": ("f8", 0),  # 1 where steps wait for adapter copies
     "copies_wait": ("f8", 0),  # 1 where a request waits for its own adapter's copy
+    "kv_format": ("i8", 0),  # index of the format of its KV blocks, from 1 on; 0: they cannot travel
+    "kv_base_ms": ("f8", 0),  # a fetch of cached blocks from another worker
+    "kv_token_ms": ("f8", 0),  # and each of its tokens; 0 for unknown
+    "kv_tokens_most": ("f8", 0),  # the tokens of one fetch
     "bgmv": ("?", 0),
     **dict.fromkeys(PERF, ("f8", 0)),
 }

@@ -1,7 +1,8 @@
-"""Copies the KV blocks of a moved request to its next worker: decides whether a copy is faster than another prefill, and keeps
-the blocks on both workers until the copy has ended.
+"""Copies KV blocks to a worker that needs them: of a request that moves there, or of a prompt that another worker has cached.
+Decides whether a copy is faster than a prefill, and keeps the blocks on both workers until the copy has ended.
 
     old worker   running ──hold──> held ──read──> bytes ─┐      it frees them when they were read, or after a moment
+    lender       cached  ──hold──> held ──read──> bytes ─┤
     new worker   idle    ──hold──> held ──grow──> written ──publish──> held ──drop──> idle ──> its request finds them by key
 
 Blocks are named by content (`policies.memory.kv_blocks`), so a request that starts on the new worker takes what has arrived
@@ -9,12 +10,13 @@ from the prefix cache and computes the rest. Whether blocks travel, and how many
 
 Copying pays when it is predicted to take clearly less time than the prefill that it saves (`SURE`). Both sides are measured:
 prefill by `policies.times.step_times`, the link by `policies.times.link_times`. A request waits for its blocks at most as long
-as its prefill was predicted to take.
+as their prefill was predicted to take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,6 +26,10 @@ from motet.shared.model import PerfModel, WorkerLimits
 
 SURE = 0.7
 """Blocks travel when fetching them takes less than this share of the prefill that they save."""
+MOVES = 4
+"""Fetches at a time of one worker, requests that moved away whose blocks it holds, and prompts of which it lends blocks."""
+MOST_BYTES = 256 << 20
+"""Largest size of the blocks of one fetch; further blocks are computed."""
 
 
 class Travel(msgspec.Struct, frozen=True):
@@ -49,6 +55,26 @@ def travel(perf: PerfModel, *, tokens: int, rank: int, token_bytes: int) -> Trav
     return Travel(perf.kv_base_ms + perf.kv_ms_per_mib * tokens * token_bytes / MIB, again_ms)
 
 
+class Stretch(NamedTuple):
+    """The full blocks of a request that a worker fetches: from `first` to before `end`. It has those before `first`."""
+
+    first: int
+    end: int
+
+
+def stretch(tokens: int, from_tokens: int, to_tokens: int, *, block_size: int, block_bytes: int) -> Stretch:
+    """The blocks of a request with so many tokens between two numbers of tokens. The last token is always computed."""
+    first = from_tokens // block_size
+    end = min((tokens - 1) // block_size, to_tokens // block_size, first + MOST_BYTES // block_bytes)
+    return Stretch(first, max(first, end))
+
+
+def wait_ms(perf: PerfModel, blocks: Stretch, block_size: int, rank: int) -> float:
+    """How long a request waits for its blocks at most: the prefill that they save; 0 for none."""
+    tokens = (blocks.end - blocks.first) * block_size
+    return prefill_ms(perf, float(tokens), float(rank)) if tokens else 0.0
+
+
 def compatible(one: WorkerLimits, other: WorkerLimits) -> bool:
     """Whether these workers can exchange KV blocks."""
     return bool(one.kv_format) and one.kv_format == other.kv_format
@@ -64,7 +90,7 @@ def content_keys(tokens: Sequence[bytes], adapter_digest: str, scope: bytes) -> 
 
 
 class HeldBlocks:
-    """Blocks that are held for a move instead of a sequence, under the name of the move.
+    """Blocks that are held for a copy instead of a sequence, under the name of the copy.
 
     `reserve`: how many blocks fetched blocks leave free for sequences.
     """

@@ -93,8 +93,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     kv_travel: Annotated[
         Literal["off", "on"],
         Meta(
-            description="with --rebalance on: whether a request that moves fetches its KV blocks from its old worker where that"
-            " is predicted to be faster than computing them again",
+            description="whether a worker fetches KV blocks from another one where that is predicted to be faster than"
+            " computing them again: cached ones of a prompt, and with --rebalance on those of a request that moves",
             extra=EXPERT,
         ),
     ] = "on"

@@ -55,4 +55,5 @@ STATE_GAPS = counter(
 )
 WORKERS = gauge("motet_scheduler_workers", "Known workers by state: live, or stale (no recent report).", ["state"])
 PREFIX_BLOCKS = gauge("motet_scheduler_prefix_blocks", "Cached KV blocks of workers that are known.")
+PREFIX_FETCHES = counter("motet_scheduler_prefix_fetches", "Assignments whose worker should fetch cached KV blocks.")
 IN_FLIGHT = gauge("motet_scheduler_in_flight", "Assignments that no worker's state shows yet.")

@@ -225,12 +225,13 @@ class SchedulerService(BusService):
             needs=request.needs,
             avoid=request.exclude_workers,
             repeated=asked.repeated,
+            has_kv=request.kv is not None,
         )
-        if (named := asked.move_to) and self._core.may_take(ask, named, now_s()):
-            error = await self._assign(named, request, brief, ask)
+        if asked.move_to and (named := self._core.named(ask, asked.move_to, now_s())) is not None:
+            error = await self._assign(asked.move_to, request, brief, ask, named)
             if error is None:
-                return Assigned(worker_id=named, predicted_tokens=predicted_tokens)
-            failures[named] = error
+                return Assigned(worker_id=asked.move_to, predicted_tokens=predicted_tokens)
+            failures[asked.move_to] = error
         for _ in range(self._config.attempts):
             if failures:
                 ask = replace(ask, tried=tuple(failures))
@@ -242,7 +243,7 @@ class SchedulerService(BusService):
                     break
                 room_in_s = seconds_until_room(self.cluster.state, ask, now_s(), stale_s=self._config.stale_s)
                 raise refusal(ask, decision.screening, room_in_s)
-            error = await self._assign(decision.worker_id, request, brief, ask)
+            error = await self._assign(decision.worker_id, request, brief, ask, decision)
             if error is None:
                 if decision.breaks_slo:
                     metrics.SLO_BREAKS.inc()
@@ -262,11 +263,15 @@ class SchedulerService(BusService):
         metrics.CANDIDATES.observe(decision.candidates)
         return decision
 
-    async def _assign(self, worker_id: str, request: GenerateRequest, brief: RequestBrief, ask: Ask) -> MotetError | None:
+    async def _assign(
+        self, worker_id: str, request: GenerateRequest, brief: RequestBrief, ask: Ask, decision: Decision
+    ) -> MotetError | None:
         """Assign the request to the worker; returns None if accepted, else the error. Never raises a MotetError."""
         bus = self._connected()
-        brief = self._core.described(brief, ask, worker_id)
-        request = replace(request, cached_tokens=brief.cached_tokens)
+        brief = replace(brief, cached_tokens=decision.cached_tokens)
+        request = replace(request, cached_tokens=decision.cached_tokens, kv=request.kv or decision.kv)
+        if decision.kv is not None:
+            metrics.PREFIX_FETCHES.inc()
         self._on(Assigning(worker_id, brief, now_s(), ask.prefix_keys))
         taken = False
         try:

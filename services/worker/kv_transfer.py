@@ -1,8 +1,12 @@
-"""Fetches the KV blocks of requests that move here from their old workers, and gives out those of requests that move away.
+"""Fetches KV blocks from other workers, and gives them out: those of a request that moves, and cached ones of a prompt.
 
     gateway   ──Cancel(kv_token)──> old worker: holds the blocks for a moment
-    scheduler ──GenerateRequest(kv)──> new worker ──OpenKv, ReadKv ...──> old worker        over NATS, `WINDOW` parts at a time
+    scheduler ──GenerateRequest(kv)──> new worker ──OpenKv, ReadKv ...──> old worker, or a lender: holds what is cached
+                                          │                                        over NATS, `WINDOW` parts at a time
                                           └── writes them between steps, then starts the request, which finds them by key
+
+The keys by which blocks are asked for are computed here, from the tokens, the adapter and the tenant's scope of a request that
+this worker has. They are hashes of 128 bits, so nobody can name blocks of which he does not know all this.
 
 Whatever goes wrong, the request starts with the blocks that have arrived and computes the rest: at the latest after the time
 that computing all of it was predicted to take. This file keeps no state of a request beyond that wait.
@@ -14,6 +18,7 @@ token frame on the same connection waits for long. Everything is bounded: moves,
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,8 +28,8 @@ from itertools import takewhile
 import msgspec
 import numpy as np
 
-from motet.policies.memory.kv_travel import content_keys
-from motet.policies.times.perf_model import prefill_ms
+from motet.policies.memory import kv_travel
+from motet.policies.memory.kv_travel import MOVES, Stretch, content_keys
 from motet.policies.times.step_times import StepTimes
 from motet.services.worker import metrics
 from motet.services.worker.engines.protocol import KvAccess
@@ -40,14 +45,11 @@ from motet.shared.wire.refusal import Refused
 from motet.shared.wire.request import KvOffer
 
 log = logger("motet.worker.kv")
-MOVES = 4
-"""Largest number of requests that are fetched at a time, and of requests whose blocks are held for other workers."""
-MOST_BYTES = 256 << 20
-"""Largest size of one request's blocks; further blocks are computed."""
 PIECE_BYTES = 4 << 20
 PART_BYTES = 256 << 10
 OVERHEAD_BYTES = 4096  # of a message beside its bytes
 WINDOW = 3
+MOST_KEYS = 1 << 16  # of blocks that are asked for at once
 READS = 64  # requests that are answered at a time
 OFFER_S = 2.0
 """Blocks are released after so long if the new worker does not ask for them."""
@@ -69,6 +71,7 @@ class _Offer:
 
     keys: asyncio.Future[list[bytes]]
     timer: asyncio.TimerHandle
+    lent: bool = False  # cached ones, and no request's that moves
     opened: bool = False
     blocks: int = 0
     pieces: dict[int, asyncio.Future[np.ndarray | None]] = field(default_factory=dict)
@@ -88,6 +91,7 @@ class KvTransfer:
         self._offers: dict[str, _Offer] = {}
         self._expected: dict[str, asyncio.Future[_Offer]] = {}
         self._coming = 0
+        self._fetching: dict[bytes, asyncio.Future[None]] = {}  # by the last key of what is fetched from a cache
         self._measured_s = 0.0
 
     async def start(self) -> None:
@@ -98,45 +102,55 @@ class KvTransfer:
 
     # ---- the new worker
 
-    def wait_s(self, offer: KvOffer | None, tokens: int, rank: int) -> float:
+    def wait_s(self, offer: KvOffer, tokens: int, rank: int) -> float:
         """How long a request of `tokens` tokens may wait for its blocks: as long as computing them would take.
 
-        0 when it should not wait, because there are no blocks or enough requests wait already. The scheduler decided with the
-        move whether fetching is worth it.
+        0 when it should not wait, because there are no blocks or enough requests wait already. The scheduler decided whether
+        fetching is worth it.
         """
-        limits, blocks = self._limits, self._blocks(tokens)
-        if offer is None or not blocks or offer.worker_id == self._worker_id:
+        blocks = self._stretch(offer, tokens)
+        wait_ms = kv_travel.wait_ms(self._times.model, blocks, self._limits.block_size, rank)
+        if not wait_ms or offer.worker_id == self._worker_id:
             return 0.0
         if self._coming >= MOVES:
             metrics.KV_FETCHES.labels("busy").inc()
             return 0.0
-        return prefill_ms(self._times.model, float(blocks * limits.block_size), float(rank)) / 1000.0
+        return wait_ms / 1000.0
 
-    def _blocks(self, tokens: int) -> int:
-        """How many blocks of a request with so many tokens may be fetched: the full ones, without the last token."""
-        return min((tokens - 1) // self._limits.block_size, MOST_BYTES // self._block_bytes)
+    def _stretch(self, offer: KvOffer, tokens: int) -> Stretch:
+        size, most = self._limits.block_size, offer.to_tokens if offer.cached else tokens
+        return kv_travel.stretch(tokens, offer.from_tokens, most, block_size=size, block_bytes=self._block_bytes)
 
     async def fetch(self, offer: KvOffer, request: EngineRequest, adapter_digest: str) -> None:
         """Fetch the request's blocks into the prefix cache, as many as arrive within `request.kv_wait_s`.
 
-        They are held until `drop`. Failures of the network or the other worker raise nothing.
+        If the same blocks are being fetched for another request, this waits for these. They are held until `drop`. Failures of
+        the network or the other worker raise nothing.
         """
-        self._coming += 1
-        size, outcome = self._limits.block_size * TOKEN_BYTES, "whole"
+        size, outcome = self._limits.block_size * TOKEN_BYTES, "cancelled"
         tokens = request.prompt + request.output
-        count = self._blocks(len(tokens) // TOKEN_BYTES)
-        keys = content_keys([tokens[i * size : (i + 1) * size] for i in range(count)], adapter_digest, request.cache_scope)
+        blocks = self._stretch(offer, len(tokens) // TOKEN_BYTES)
+        keys = content_keys([tokens[i * size : (i + 1) * size] for i in range(blocks.end)], adapter_digest, request.cache_scope)
+        if offer.cached and (same := self._fetching.get(keys[-1])) is not None:
+            metrics.KV_FETCHES.labels("shared").inc()
+            await asyncio.wait({same}, timeout=request.kv_wait_s)
+            return
+        ended = asyncio.get_running_loop().create_future()
+        if offer.cached:
+            self._fetching[keys[-1]] = ended
+        self._coming += 1
         began_s, reason = now_s(), ""
         try:
             async with asyncio.timeout(request.kv_wait_s):
                 copied, last = await self._bring(offer, keys, request.kv_wait_s)
             self._observe(copied, now_s() - began_s)
+            outcome = "whole"
             if last is not None:  # the engine writes it before it gets the request, which need not wait here
                 last.add_done_callback(_count_fetch)
                 outcome = ""
         except (TimeoutError, DeadlineExceeded):
             outcome = "late"
-            self._observe(count * self._block_bytes, now_s() - began_s)
+            self._observe((blocks.end - blocks.first) * self._block_bytes, now_s() - began_s)
         except Unavailable:
             outcome = "absent"
         except (MotetError, msgspec.MsgspecError) as error:
@@ -145,9 +159,13 @@ class KvTransfer:
             outcome = str(why)
         finally:
             self._coming -= 1
+            ended.set_result(None)
+            if offer.cached:
+                del self._fetching[keys[-1]]
             if outcome:
                 metrics.KV_FETCHES.labels(outcome).inc()
-            told = {"request_id": request.request_id, "blocks": count, "ms": round(1000 * (now_s() - began_s))}
+            told = {"request_id": request.request_id, "from": offer.worker_id, "cached": offer.cached}
+            told |= {"blocks": blocks.end - blocks.first, "ms": round(1000 * (now_s() - began_s))}
             log.info("KV blocks fetched", extra=told | {"outcome": outcome or "whole", "reason": reason})
 
     def drop(self, offer: KvOffer) -> None:
@@ -157,7 +175,8 @@ class KvTransfer:
     async def _bring(self, offer: KvOffer, keys: Sequence[bytes], within_s: float) -> tuple[int, asyncio.Future[bool] | None]:
         """The bytes that arrived, and whether there was room for the last block. Raises Ended, or the errors of a request."""
         name, size = offer.token, self._block_bytes
-        ask = OpenKv(token=name, kv_format=self._limits.kv_format, keys=list(keys), within_s=within_s)
+        kind, cached = self._limits.kv_format, offer.cached
+        ask = OpenKv(token=name, kv_format=kind, keys=list(keys), within_s=within_s, cached=cached)
         here, opened = await asyncio.gather(self._kv.find(name, keys), self._ask(offer, ask, within_s))
         if not isinstance(opened, KvOpened) or opened.block_bytes != size or opened.blocks > len(keys):
             raise Ended("broken")
@@ -205,7 +224,7 @@ class KvTransfer:
 
     def offer(self, token: str, request_id: str, epoch: int) -> None:
         """Hold the blocks of a request that moves away for `OFFER_S`, for the worker that has the token."""
-        if token in self._offers or len(self._offers) >= MOVES:
+        if token in self._offers or self._held(lent=False) >= MOVES:
             return
         loop = asyncio.get_running_loop()
         keys = self._kv.hold(token, request_id, epoch)
@@ -213,6 +232,27 @@ class KvTransfer:
         expected = self._expected.get(token)
         if expected is not None and not expected.done():
             expected.set_result(made)
+
+    def _lend(self, message: OpenKv) -> _Offer:
+        """Hold the cached blocks that are asked for. Raises Conflict, or Overloaded when enough are lent."""
+        token, most = message.token, MOST_KEYS
+        if token in self._offers:
+            raise Conflict("this token is used")
+        if len(message.keys) > most:
+            raise BadRequest(f"keys: {len(message.keys)} KV blocks are more than {most}")
+        if self._held(lent=True) >= MOVES:
+            raise Overloaded(f"{MOVES} other workers read cached KV blocks here")
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(READ_S, self._withdraw, token)
+        keys: asyncio.Future[list[bytes]] = loop.create_task(self._find(token, message.keys))
+        made = self._offers[token] = _Offer(keys, timer, lent=True)
+        return made
+
+    async def _find(self, token: str, keys: list[bytes]) -> list[bytes]:
+        return keys[: await self._kv.find(token, keys)]
+
+    def _held(self, *, lent: bool) -> int:
+        return sum(offer.lent is lent for offer in self._offers.values())
 
     def _withdraw(self, token: str) -> None:
         offer = self._offers.pop(token, None)
@@ -230,12 +270,15 @@ class KvTransfer:
                 return KvPart(data=bytes(max(0, min(size, self._part_bytes))))
 
     async def _open(self, message: OpenKv) -> KvOpened:
-        offer = self._offers.get(message.token) or await self._expect(message.token)
-        if offer.opened:
-            raise Conflict("these KV blocks have been opened already")
+        if message.cached:
+            self._check_format(message)
+            offer = self._lend(message)
+        else:
+            offer = self._offers.get(message.token) or await self._expect(message.token)
+            if offer.opened:
+                raise Conflict("these KV blocks have been opened already")
         offer.opened = True
-        if message.kv_format != self._limits.kv_format:
-            raise Conflict(f"KV blocks here are {self._limits.kv_format!r}, not {message.kv_format!r}")
+        self._check_format(message)
         keys = await asyncio.shield(offer.keys)
         offer.blocks = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(keys, message.keys, strict=False))))
         offer.timer.cancel()
@@ -243,6 +286,10 @@ class KvTransfer:
         hold_s = min(max(0.0, message.within_s), READ_S) if offer.blocks else 0.0
         offer.timer = loop.call_later(hold_s, self._withdraw, message.token)
         return KvOpened(blocks=offer.blocks, block_bytes=self._block_bytes, piece_blocks=self._piece_blocks)
+
+    def _check_format(self, message: OpenKv) -> None:
+        if message.kv_format != self._limits.kv_format:
+            raise Conflict(f"KV blocks here are {self._limits.kv_format!r}, not {message.kv_format!r}")
 
     async def _expect(self, token: str) -> _Offer:
         if len(self._expected) >= MOVES or token in self._expected:
@@ -306,6 +353,11 @@ class KvTransfer:
         asked = [self._bus.request(subject, ProbeKv(size=size), KvReply, timeout_s=5.0) for _ in range(parts)]
         await asyncio.gather(*asked)
         self._observe(parts * size, now_s() - began_s)
+
+
+def named(offer: KvOffer) -> KvOffer:
+    """The offer with a token of its own if it has none."""
+    return offer if offer.token else msgspec.structs.replace(offer, token=secrets.token_hex(16))
 
 
 def _count_blocks(blocks: int, size_bytes: int, landing: asyncio.Future[bool]) -> None:

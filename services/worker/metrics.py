@@ -87,8 +87,8 @@ FRAMES_LOST = counter("motet_worker_frames_lost", "Token frames dropped because 
 LOOP_LAG_S = counter("motet_worker_engine_paused_seconds", "Time the engine waited for the event loop to accept its output.")
 KV_FETCHES = counter(
     "motet_worker_kv_fetches",
-    "Moved requests whose KV blocks could be fetched from their old worker, by outcome: whole, late, absent, refused,"
-    " other_content, full, broken; busy: not tried.",
+    "Requests whose KV blocks could be fetched from their old worker or one that has their prompt cached, by outcome: whole,"
+    " late, absent, refused, other_content, full, broken, cancelled; shared: they waited for another one's; busy: not tried.",
     ["outcome"],
 )
 KV_BLOCKS_MOVED = counter("motet_worker_kv_moved_blocks", "KV blocks that came from other workers.")

@@ -39,7 +39,7 @@ from motet.services.worker.engines.opening import Opened, Wiring, open_engine
 from motet.services.worker.engines.request import EngineRequest, StepReport
 from motet.services.worker.engines.start_perf import START_PERF
 from motet.services.worker.frames import FrameSender
-from motet.services.worker.kv_transfer import KvTransfer
+from motet.services.worker.kv_transfer import KvTransfer, named
 from motet.services.worker.observe import Observer
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
@@ -297,9 +297,10 @@ class WorkerService:
         taken = admission.admit(request, self._acceptable, self.asked_s)
         self._check_image_room(request)
         adapter = request.adapter
-        if request.kv is not None and self.shell.travel is not None:
+        if (offer := request.kv) is not None and self.shell.travel is not None:
             known, rank = request.prompt_tokens + request.output_tokens, adapter.rank if adapter is not None else 0
-            taken = replace(taken, kv_wait_s=self.shell.travel.wait_s(request.kv, known, rank))
+            wait_s = self.shell.travel.wait_s(offer, known, rank)
+            taken = replace(taken, kv=named(offer), kv_wait_s=wait_s)
         brief = taken.brief(taken.output_tokens)
         refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken, taken.kv_wait_s > 0))
         if refusal is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from motet.policies.memory.host_tier import DiskRoom, Evict, Forget, Load
-from motet.policies.worker.request_life import Entry
+from motet.policies.worker.request_life import Entry, Key
 from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import (
     Action,
@@ -73,6 +73,7 @@ class Shell:
         self.core, self.engine, self.frames = core, engine, frames
         self._reporter, self._observer = reporter, observer
         self.step = 0  # of the engine, for frames
+        self._fetches: dict[Key, asyncio.Task[None]] = {}  # of KV blocks, by request
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -105,7 +106,9 @@ class Shell:
         match action:
             case Fetch(entry):
                 assert self.travel is not None, "it has said that blocks can be fetched"
-                self.travel.spawn(self._fetch(entry, self.travel))
+                key, fetch = entry.key, self.travel.spawn(self._fetch(entry, self.travel))
+                self._fetches[key] = fetch
+                fetch.add_done_callback(lambda _: self._fetches.pop(key))
             case Stop(request_id, epoch):
                 self.engine.cancel(request_id, epoch)
             case Answer():
@@ -147,6 +150,8 @@ class Shell:
 
     def _answer(self, answer: Answer[EngineRequest]) -> None:
         request, reason = answer.entry.payload, answer.reason
+        if (fetch := self._fetches.get(answer.entry.key)) is not None:
+            fetch.cancel()
         error = None if reason is None else _error_of(reason, answer)
         item = request.item(request.output_tokens, answer.finish, error=error)
         self._observer.answered(answer.finish)

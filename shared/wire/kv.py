@@ -1,4 +1,4 @@
-"""The KV blocks of a moved request: its new worker asks its old worker."""
+"""KV blocks that travel: a worker asks another one for those of a request that moves, or of a prompt."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from motet.shared.wire.refusal import Refused
 
 
 class OpenKv(msgspec.Struct, tag="open", kw_only=True):
-    """Asks for the KV blocks that are held under a token. `kv_format` is `WorkerLimits.kv_format`; `keys` name the content of
-    the request's full blocks in order (`policies.memory.kv_blocks`). The blocks are held for `within_s` longer."""
+    """Asks for KV blocks, and for holding them for `within_s`: those that are held under a token, or, if `cached`, those in the
+    prefix cache, which are held under this token from now on. `kv_format` is `WorkerLimits.kv_format`; `keys` name the content
+    of the request's full blocks in order (`policies.memory.kv_blocks`)."""
 
     token: str
     kv_format: str
     keys: list[bytes]
     within_s: float
+    cached: bool = False
 
 
 class ReadKv(msgspec.Struct, tag="read", kw_only=True):

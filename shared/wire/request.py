@@ -46,13 +46,21 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Names the worker that holds a moved request's KV blocks for the next worker.
+    """Names a worker from which the next worker of a request may fetch KV blocks.
 
-    A worker with the token may read them once.
+    Those of a moved request are held under `token`, with which they may be read once. Without a token, they are those of the
+    request's first `to_tokens` tokens in that worker's prefix cache; the next worker is expected to have `from_tokens` of them.
     """
 
     worker_id: str
-    token: str
+    token: str = ""
+    from_tokens: int = 0
+    to_tokens: int = 0
+
+    @property
+    def cached(self) -> bool:
+        """Whether the blocks are cached ones."""
+        return self.to_tokens > 0
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
@@ -103,10 +111,10 @@ class GenerateRequest(Work, frozen=True, kw_only=True, omit_defaults=True):
     output: bytes = b""  # pack_tokens: tokens already produced in earlier epochs
     exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
     predicted_tokens: int = 0  # set by the scheduler: expected output length
-    cached_tokens: int = 0  # set by the scheduler: of the prompt, expected in the worker's prefix cache
+    cached_tokens: int = 0  # set by the scheduler: of the prompt, expected in the worker's prefix cache or fetched to it
     repeated: int = 0  # refusals that the gateway repeated to this tenant by itself since its last submission
     move_to: str = ""  # the worker that a Move named: it is tried first; not passed on to workers
-    kv: KvOffer | None = None  # of a moved request: its worker may fetch KV blocks instead of computing them again
+    kv: KvOffer | None = None  # its worker may fetch KV blocks instead of computing them
     losses: int = 0  # workers lost with it in a row, without a new token
 
     @classmethod

@@ -148,11 +148,12 @@ async def test_a_scheduler_knows_what_the_worker_has_cached(bus: Bus, nats_url: 
             scope = cache_scope("acme", asked.cache_salt)
             packed = pack_keys(prompt_keys(pack_tokens(prompt(1)), limits.block_size, digest, scope))
             sent = (PrefixKeys(told_tokens(limits.block_size), packed),)
-            assert state.cached_tokens(sent, digest) is None
+            assert not state.beginnings(sent, digest)
             await running.accepted(asked)
             await running.mesh.ended(asked.request_id, within_s=PATIENCE_S)
-            await eventually(lambda sent=sent, digest=digest: state.cached_tokens(sent, digest) is not None)
-            assert state.cached_tokens(sent, digest)[state.row(worker.worker_id)] == LENGTH - 1
+            await eventually(lambda sent=sent, digest=digest: state.beginnings(sent, digest))
+            [found] = state.beginnings(sent, digest)
+            assert found.rows.tolist() == [state.row(worker.worker_id)] and found.tokens == LENGTH - 1
     finally:
         await scheduler.stop()
         await worker.stop()

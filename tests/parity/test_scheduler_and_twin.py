@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 import bench.rivals  # noqa: F401 (adds the names)
 from motet.policies.cluster.describe import brief_of
@@ -18,7 +19,7 @@ from motet.shared.wire.request import GenerateRequest, SubmitReply, pack_tokens
 from motet.twin.scheduler import Scheduler, SchedulerSpec
 from motet.twin.workload import BASE, Request
 from tests.support import eventually
-from tests.support_worker import FakeWorker, generate_request, worker_limits
+from tests.support_worker import PERF, FakeWorker, generate_request, worker_limits
 
 REQUESTS = 80
 
@@ -78,8 +79,9 @@ async def test_one_history_gives_the_same_questions_and_decisions(bus, nats_url,
     monkeypatch.setattr(live, "now_s", lambda: now_s)
     config = SchedulerConfig.of(nats_url=nats_url, policy=policy, decision_log=str(path), predict_ms=1000)
     scheduler = live.SchedulerService(config)
-    limits = [worker_limits(max_running=6 + n, prefix_cache="tenant") for n in range(3)]
-    workers = [FakeWorker(await connect(f"worker-{n}"), f"w{n}", limits=one) for n, one in enumerate(limits)]
+    limits = [worker_limits(max_running=6 + n, prefix_cache="tenant", kv_format="f", kv_token_bytes=1024) for n in range(3)]
+    perf = replace(PERF, kv_base_ms=0.5, kv_ms_per_mib=1.0)
+    workers = [FakeWorker(await connect(f"worker-{n}"), f"w{n}", limits=one, perf=perf) for n, one in enumerate(limits)]
     for worker in workers:
         await worker.start()
     await scheduler.start()
@@ -101,13 +103,15 @@ async def test_one_history_gives_the_same_questions_and_decisions(bus, nats_url,
     twin = Scheduler(SchedulerSpec(policy=policy, max_tokens=64))
     compared = told = 0
     described = decided = None
+    fetches = {}
     for record in records(path):
         match record:
             case Heard():
                 twin.hear(record.message, record.now_s)
             case Assigning():
-                assert twin.expect(record.worker_id, described, record.now_s, decided) == record.brief
+                assert twin.expect(record.worker_id, described, record.now_s, *decided) == record.brief
                 told += record.brief.cached_tokens
+                fetches[record.worker_id, record.brief.request_id] = decided[1].kv
             case Taken():
                 twin.flights.accepted(record.worker_id, record.request_id, record.now_s)
             case Decided():
@@ -118,8 +122,10 @@ async def test_one_history_gives_the_same_questions_and_decisions(bus, nats_url,
                 ask = twin.ask(request, brief, record.now_s)
                 decision = twin.decide(ask, record.now_s)
                 assert ask == record.ask
-                described, decided = brief, ask
+                described, decided = brief, (ask, decision)
                 assert (decision.worker_id, decision.total_cost) == (record.worker_id, record.total_cost)
                 compared += 1
     assert compared == REQUESTS
     assert told, "no worker had a prompt"
+    assert fetches == {(one.worker_id, taken.request_id): taken.kv for one in workers for taken in one.assigned}
+    assert any(fetches.values()), "no worker fetches a prompt"

@@ -9,7 +9,8 @@ from math import exp, inf
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.shared_cost import LASTING, PENALTY_MS, YOUNG, YOUNG_EACH, YOUNG_STEPS
 from motet.policies.cluster.worker_load import tokens_left, tokens_to_prefill
-from motet.policies.times.perf_model import decode_ms, fetch_ms, load_ms, lora_load, prefill_ms
+from motet.policies.memory.kv_travel import SURE
+from motet.policies.times.perf_model import MIB, decode_ms, fetch_ms, load_ms, lora_load, prefill_ms
 from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 
 
@@ -26,6 +27,7 @@ class Seen:
     kv_blocks_free: int
     tier: Tier | None
     cached_tokens: int = 0  # of the request's prompt
+    lent_tokens: int = 0  # of it, that another worker has cached
     requests: Sequence[tuple[RequestBrief, float]]
 
 
@@ -61,7 +63,11 @@ def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[
     room += step * max(0.0, needed - free) / max(1, total - free) * avg_resp_len
     others = n * ((stall + room) / avg_resp_len + LASTING * d_step) + young * stall
 
-    wait = joined + (copy if limits.copies != "bridged" else 0.0) + fetch + room
+    lacks = max(0, worker.lent_tokens - worker.cached_tokens)
+    travel = perf.kv_base_ms + lacks * perf.kv_ms_per_mib * limits.kv_token_bytes / MIB
+    fetches = bool(limits.kv_format) and travel < SURE * perf.prefill_token_ms * lacks
+    saved = perf.prefill_token_ms * lacks - max(0.0, travel - (queued_ms - perf.prefill_base_ms)) if fetches else 0.0
+    wait = joined - saved + (copy if limits.copies != "bridged" else 0.0) + fetch + room
     tpot = step + n * perf.prefill_base_ms / avg_resp_len
     tightest = min((r.tpot_slo_ms for r in requests if r.tpot_slo_ms), default=inf)
     excess = [(wait + 0.5 * step) / ask.ttft_slo_ms - 1, tpot / ask.tpot_slo_ms - 1, tpot / tightest - 1]

@@ -85,7 +85,7 @@ def test_the_time_until_the_objectives_are_met_is_that_of_the_formula(kernel):
     seat = (4 + 1 - free) * turn / (1 - 3 / (4 + 1))
     joining = free / 4 * 200 * 0.1
     ttft = seat + joining + own + 1.5 * (10 + 6 * row)
-    rows, late = objectives.late_ms(state, request, np.array([True] + [False] * 15), L)
+    rows, late = objectives.late_ms(state, request, np.array([True] + [False] * 15), 0.0, L)
     assert rows.tolist() == [state.row("a")]
     assert late[0] == pytest.approx(ttft - 0.7 * STANDARD)
 

@@ -31,6 +31,8 @@ def drawn(draw: random.Random, kernels: list[Kernel]) -> Seen:
         max_running=draw.choice([4, 64]),
         kv_blocks_total=draw.choice([100, 900]),
         copies=draw.choice(["stall", "wait", "bridged"]),
+        kv_format=draw.choice(["", "f", "f", "g"]),
+        kv_token_bytes=1 << 17,
     )
     coefficients = {name: draw.uniform(0.01, 2.0) for name in PerfModel.__struct_fields__ if name != "kernel"}
     requests = []
@@ -46,7 +48,7 @@ def drawn(draw: random.Random, kernels: list[Kernel]) -> Seen:
         perf=PerfModel(kernel=draw.choice(kernels), **coefficients),
         kv_blocks_free=draw.randint(0, limits.kv_blocks_total - 1),
         tier=draw.choice([None, "device", "host", "disk"]),
-        cached_tokens=64 * draw.choice([0, 0, 1, 2]),
+        cached_tokens=64 * draw.choice([0, 0, 1, 2, 6]),
         requests=requests,
     )
 
@@ -87,11 +89,15 @@ def test_all_workers_at_once_cost_what_the_formula_says_of_each(kernels: list[Ke
         out_tokens=draw.choice([0, 200]),
         adapter=draw.choice(["", "d"]),
         adapter_bytes=draw.randint(0, 64 * MIB),
+        travels=draw.choice([True, False]),
     )
+    most = (tokens - 1) // 64 * 64
+    workers = [replace(one, cached_tokens=min(one.cached_tokens, most)) for one in workers]
     cost, breaks = shared_cost.costs(state, ask, NOW_S, L)
     for number, worker in enumerate(workers):
         row = state.row(f"w{number}")
-        expected, missed = cost_on(worker, ask, NOW_S, L)
+        lent = [one.cached_tokens for one in workers if ask.travels and one.limits.kv_format == worker.limits.kv_format]
+        expected, missed = cost_on(replace(worker, lent_tokens=max(lent, default=0)), ask, NOW_S, L)
         assert cost[row] == pytest.approx(expected, rel=1e-9)
         assert breaks[row] == (missed > 0) or abs(missed) < 1e-9  # there rounding says which
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -193,3 +194,37 @@ def test_a_prefix_that_covers_the_answer_is_found_by_the_next_turn() -> None:
         prefix_tokens=16,
     )
     assert run(turns, spec(prefix_cache=True)).metrics.prefix_tokens == 64  # 79 tokens have K and V: four full blocks
+
+
+def test_a_simulated_worker_fetches_the_prompt_that_another_one_has() -> None:
+    """Ten prompts of 512 tokens, each of one request and then of two at a time, which compute it again or fetch it."""
+    n = 30
+    load = Workload(
+        arrival_s=np.arange(n) // 3 * 4.0 + 2.0 * (np.arange(n) % 3 > 0),
+        adapter=np.full(n, -1),
+        prompt_tokens=np.full(n, 520),
+        output_tokens=np.where(np.arange(n) % 3, 60, 300),
+        ranks=np.zeros(0, np.int64),
+        adapter_bytes=np.zeros(0, np.int64),
+        prefix=[tuple(range(number // 3 * 4, number // 3 * 4 + 4)) for number in range(n)],
+        prefix_tokens=128,
+    )
+    worker = spec(prefix_cache=True, kv_blocks=150, max_running=3)
+    worker = replace(
+        worker,
+        limits=msgspec.structs.replace(worker.limits, kv_format="x", kv_token_bytes=4096),
+        perf=msgspec.structs.replace(worker.perf, kv_base_ms=1.0, kv_ms_per_mib=1.0),
+    )
+    fetching, computing = (
+        run(load, worker, scheduler=SchedulerSpec(kv_travel=travels, admission="room")) for travels in (True, False)
+    )
+    assert fetching.metrics.kv_travels >= 1 and not computing.metrics.kv_travels
+    assert fetching.metrics.kv_blocks_moved >= 4 * fetching.metrics.kv_travels
+    assert fetching.metrics.prefix_tokens == computing.metrics.prefix_tokens == 20 * 512
+    assert fetching.metrics.first_ps.sum() < computing.metrics.first_ps.sum(), "the idle worker takes them"
+    for cluster in (fetching, computing):
+        assert (cluster.metrics.end_ps != NEVER).all()
+        for one in cluster.workers:
+            one.core.check()
+            one.engine.batches.state.kv.check([])
+            assert not list(one.engine.batches.travelling.lists) and not one.travels.coming and not one.travels.lent

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class KvAccess(Protocol):
-    """The KV blocks of an engine, for requests that move (`policies.memory.kv_travel`). `name` identifies a move.
+    """The KV blocks of an engine, for copies between workers (`policies.memory.kv_travel`). `name` identifies a copy.
 
     Each call takes effect between two steps, in the order of calls and commands. Held blocks are neither evicted nor changed.
     """

@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from motet.policies.memory.kv_blocks import merged_short, prompt_keys
 from motet.shared.model import AdapterRef
 from motet.shared.wire.prefixes import PrefixKeys, pack_keys
-from motet.shared.wire.request import Assigned, GenerateRequest
+from motet.shared.wire.request import Assigned, GenerateRequest, KvOffer
 from tests.services.scheduler.support import knows, submit
 from tests.support import eventually
-from tests.support_worker import generate_request, worker_limits
+from tests.support_worker import PERF, FakeWorker, generate_request, worker_limits
 
 ADAPTER = AdapterRef(name="a", digest="digest-a", rank=8, size_bytes=1 << 20)
 LIMITS = worker_limits(prefix_cache="tenant")
@@ -72,8 +72,8 @@ async def test_blocks_that_a_worker_has_evicted_count_no_longer(bus, schedule, h
     await eventually(lambda: state.prefixes.has(state.row("w1"), keys[-1]))
     await worker.delta(uncached=keys[2:])
     await eventually(lambda: not state.prefixes.has(state.row("w1"), keys[2]))
-    cached = state.cached_tokens(request.prefix_keys, "")
-    assert cached is not None and cached[state.row("w1")] == 128
+    [found] = state.beginnings(request.prefix_keys, "")
+    assert found.tokens == 128
 
 
 async def test_a_worker_without_a_prefix_cache_is_asked_for_nothing(bus, schedule, hire):
@@ -94,9 +94,9 @@ async def test_blocks_of_a_merged_adapter_are_found_where_it_is_merged_alone(bus
     service = await schedule()
     await knows(service, "w0", "w1")
     await eventually(lambda: not service.cluster.unlisted())
-    cached = service.cluster.state.cached_tokens(request.prefix_keys, ADAPTER.digest)
-    found = 0 if cached is None else int(cached[service.cluster.state.row("w1")])
-    assert found == (64 * 7 if merged else 0)
+    state = service.cluster.state
+    found = [(one.rows.tolist(), one.tokens) for one in state.beginnings(request.prefix_keys, ADAPTER.digest)]
+    assert found == ([([state.row("w1")], 64 * 7)] if merged else [])
 
 
 async def test_blocks_of_a_request_count_from_its_assignment_on(bus, schedule, hire):
@@ -115,3 +115,46 @@ async def test_without_the_option_caches_count_nothing(bus, schedule, hire):
     await worker.delta(cached=keys_of(request))
     await submit(bus, request)
     assert worker.assigned[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize("kv_travel", ["on", "off"])
+async def test_a_worker_is_told_where_to_fetch_what_it_lacks(bus, schedule, hire, kv_travel):
+    limits = worker_limits(prefix_cache="tenant", kv_format="f", kv_token_bytes=1024, max_running=1, max_waiting=4)
+    perf = replace(PERF, kv_base_ms=0.5, kv_ms_per_mib=1.0)
+    holder, idle = [await hire(name, limits=limits, perf=perf) for name in ("w0", "w1")]
+    service, request = await schedule(kv_travel=kv_travel, admission="room"), asked("r")
+    await knows(service, "w0", "w1")
+    state = service.cluster.state
+    await holder.delta(cached=keys_of(request))
+    await eventually(lambda: state.prefixes.has(state.row("w0"), keys_of(request)[-1]))
+    for number in range(8):
+        await submit(bus, replace(asked("other"), request_id=f"o{number}"))
+        if idle.assigned:
+            break
+    told = idle.assigned[0]
+    offer = KvOffer(worker_id="w0", to_tokens=448)
+    assert (told.kv, told.cached_tokens) == ((offer, 448) if kv_travel == "on" else (None, 0))
+    assert all(one.kv is None and one.cached_tokens == 448 for one in holder.assigned)
+
+
+async def test_a_moved_request_fetches_its_own_blocks_and_no_others(bus, schedule, hire):
+    limits = worker_limits(prefix_cache="tenant", kv_format="f", kv_token_bytes=1024)
+    perf = replace(PERF, kv_base_ms=0.5, kv_ms_per_mib=1.0)
+    _, other = [await hire(name, limits=limits, perf=perf, prepare=has(asked("r"), name == "w0")) for name in ("w0", "w1")]
+    service = await schedule()
+    await knows(service, "w0", "w1")
+    await eventually(lambda: not service.cluster.unlisted())
+    own = KvOffer(worker_id="w9", token="t")
+    await submit(bus, replace(asked("r"), epoch=1, kv=own, move_to="w1"))
+    assert (other.assigned[0].kv, other.assigned[0].cached_tokens) == (own, 0)
+    await submit(bus, replace(asked("s"), epoch=1, move_to="w1"))
+    assert other.assigned[1].kv is None and other.assigned[1].cached_tokens == 448, "its blocks are expected here by now"
+
+
+def has(request: GenerateRequest, really: bool):
+    """Prepares a worker with this prompt cached."""
+
+    def prepare(worker: FakeWorker) -> None:
+        worker.prefixes = set(keys_of(request)) if really else set()
+
+    return prepare

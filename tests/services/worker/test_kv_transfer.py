@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from motet.policies.memory import kv_travel
 from motet.policies.memory.kv_blocks import cache_scope
 from motet.policies.memory.kv_travel import content_keys
 from motet.services.worker import kv_transfer, metrics
@@ -120,7 +121,7 @@ async def test_a_sampled_request_draws_the_same_tokens_with_blocks_and_without(s
 
 
 async def test_no_more_bytes_of_a_request_travel_than_are_allowed(start, monkeypatch):
-    monkeypatch.setattr(kv_transfer, "MOST_BYTES", 6 * BLOCK_BYTES)
+    monkeypatch.setattr(kv_travel, "MOST_BYTES", 6 * BLOCK_BYTES)
     old, new = await pair(start)
     right = await stays(new, max_tokens=20)
     moved = await leave(old, generate(LONG, max_tokens=20), tokens=3)
