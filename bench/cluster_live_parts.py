@@ -336,6 +336,20 @@ class MixedSteps:
         return to_ps(total_ms)
 
 
+def paced_perf(pace: Pace) -> PerfModel:
+    """The step times of a worker that keeps the pace and knows it."""
+    return PerfModel(
+        prefill_base_ms=0.0,
+        prefill_token_ms=pace.token_ms,
+        prefill_lora_ms=pace.rank_ms,
+        decode_base_ms=pace.step_ms,
+        decode_row_ms=pace.row_ms,
+        decode_lora_ms=pace.rank_ms,
+        load_base_ms=0.0,
+        load_ms_per_mib=0.0,
+    )
+
+
 def predicted(
     setting: Setting, learned: Sequence[PerfModel], policy: str, workload: Workload, *, mixes: bool = True
 ) -> Outcome:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.cluster_live import PACE, rank_order, told_apart
+from bench.cluster_live import PACE, _policies, rank_order, told_apart
 from bench.cluster_live_parts import MOST_TOKENS, MixedSteps, Outcome, Setting, _request, popularity_and_lengths, predicted
 from bench.paced import MOST_BEHIND_S, Pace, Schedule
 from motet.policies.times.step_record import Step
@@ -117,3 +117,11 @@ def test_the_twin_answers_every_request_and_filling_one_worker_first_is_slower()
 def test_the_rounds_of_a_policy_count_together() -> None:
     both = Outcome.together([kept("+++-"), kept("--")])
     assert both.attainment == 0.5 and len(both.tpot_ms) == 2
+
+
+def test_a_policy_that_nobody_knows_is_refused_before_anything_is_measured() -> None:
+    assert _policies("motet,most-idle,motet without shared prefills") == ("motet", "most-idle", "motet without shared prefills")
+    with pytest.raises(SystemExit, match="--policies: fastest is none of motet"):
+        _policies("motet,most-idle,fastest")
+    with pytest.raises(SystemExit, match="--policies: most-idle must be among them"):
+        _policies("motet,random")
