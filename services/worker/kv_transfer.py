@@ -41,8 +41,8 @@ from motet.shared.errors import BadRequest, Conflict, DeadlineExceeded, MotetErr
 from motet.shared.model import TOKEN_BYTES, WorkerLimits
 from motet.shared.telemetry import logger
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, KvRequest, OpenKv, ProbeKv, ReadKv
+from motet.shared.wire.kv_offer import KvOffer
 from motet.shared.wire.refusal import Refused
-from motet.shared.wire.request import KvOffer
 
 log = logger("motet.worker.kv")
 PIECE_BYTES = 4 << 20

@@ -67,8 +67,9 @@ from motet.shared.errors import (
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.telemetry import logger
 from motet.shared.wire import refusal
+from motet.shared.wire.kv_offer import KvOffer
 from motet.shared.wire.prediction import Outcome
-from motet.shared.wire.request import Cancel, GenerateRequest, KvOffer, Move, SubmitReply, pack_tokens
+from motet.shared.wire.request import Cancel, GenerateRequest, Move, SubmitReply, pack_tokens
 from motet.shared.wire.stream import TokenFrame
 
 log = logger("motet.owner")

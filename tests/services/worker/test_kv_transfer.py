@@ -24,8 +24,9 @@ from motet.shared import subjects
 from motet.shared.errors import Conflict, NotFound, from_info
 from motet.shared.model import SamplingParams
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, OpenKv, ReadKv
+from motet.shared.wire.kv_offer import KvOffer
 from motet.shared.wire.refusal import Refused
-from motet.shared.wire.request import Cancel, GenerateRequest, KvOffer, pack_tokens, unpack_tokens
+from motet.shared.wire.request import Cancel, GenerateRequest, pack_tokens, unpack_tokens
 from tests.services.worker.support_service import Running, generate, latest
 from tests.support import eventually, reading
 from tests.support_models import random_prompts
