@@ -234,7 +234,8 @@ async def test_held_blocks_stay_while_the_cache_is_filled_with_others(start):
     ("made", "refused"),
     [
         (lambda lender: opening(lender, "t", kv_format="other"), Conflict),
-        (lambda lender: opening(lender, "t", keys=[b"k" * 16] * 101), BadRequest),
+        (lambda lender: opening(lender, "t", keys=[bytes([number]) * 16 for number in range(101)]), BadRequest),
+        (lambda lender: opening(lender, "t", keys=2 * opening(lender, "").keys[:1]), BadRequest),
     ],
 )
 async def test_bad_questions_hold_nothing(start, monkeypatch, made: Callable[..., OpenKv], refused):
