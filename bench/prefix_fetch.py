@@ -25,7 +25,8 @@ from bench.models import model_and_adapters
 from bench.rebalance_kv import Client, fresh, send
 from bench.rig.workers import Workers
 from motet.shared.clock import now_s
-from motet.shared.wire.request import GenerateRequest, KvOffer
+from motet.shared.model import KvOffer
+from motet.shared.wire.request import GenerateRequest
 
 MODEL, QUICK_MODEL = "S", "XS"
 PROMPT, QUICK_PROMPT = 1800, 400

@@ -38,11 +38,10 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, Conflict, DeadlineExceeded, MotetError, NotFound, Overloaded, Unavailable, from_info
-from motet.shared.model import TOKEN_BYTES, WorkerLimits
+from motet.shared.model import TOKEN_BYTES, KvOffer, WorkerLimits
 from motet.shared.telemetry import logger
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, KvRequest, OpenKv, ProbeKv, ReadKv
 from motet.shared.wire.refusal import Refused
-from motet.shared.wire.request import KvOffer
 
 log = logger("motet.worker.kv")
 PIECE_BYTES = 4 << 20

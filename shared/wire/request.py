@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
-from motet.shared.model import TOKEN_BYTES, AdapterRef, EmbeddingParams, SamplingParams, Slo
+from motet.shared.model import TOKEN_BYTES, AdapterRef, EmbeddingParams, KvOffer, SamplingParams, Slo
 from motet.shared.wire.prefixes import PrefixKeys
 from motet.shared.wire.refusal import Refused
 
@@ -43,24 +43,6 @@ def token_array(*data: bytes) -> array[int]:
 def unpack_tokens(data: bytes) -> list[int]:
     """The inverse of `pack_tokens`."""
     return token_array(data).tolist()
-
-
-class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Names a worker from which the next worker of a request may fetch KV blocks.
-
-    Those of a moved request are held under `token`, with which they may be read once. Without a token, they are those of the
-    request's first `to_tokens` tokens in that worker's prefix cache; the next worker is expected to have `from_tokens` of them.
-    """
-
-    worker_id: str
-    token: str = ""
-    from_tokens: int = 0
-    to_tokens: int = 0
-
-    @property
-    def cached(self) -> bool:
-        """Whether the blocks are cached ones."""
-        return self.to_tokens > 0
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):

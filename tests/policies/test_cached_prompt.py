@@ -13,9 +13,8 @@ from motet.policies.cluster.dispatch import POLICIES, Decision, decide
 from motet.policies.memory import kv_travel
 from motet.policies.memory.kv_blocks import merged_short
 from motet.policies.memory.kv_travel import stretch, wait_ms
-from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
+from motet.shared.model import KvOffer, PerfModel, RequestBrief, WorkerLimits
 from motet.shared.wire.prefixes import PrefixKeys, pack_keys
-from motet.shared.wire.request import KvOffer
 from tests.support_worker import worker_limits
 
 NOW_S, L = 100.0, 100.0

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from motet.policies.memory.kv_blocks import merged_short, prompt_keys
-from motet.shared.model import AdapterRef
+from motet.shared.model import AdapterRef, KvOffer
 from motet.shared.wire.prefixes import PrefixKeys, pack_keys
-from motet.shared.wire.request import Assigned, GenerateRequest, KvOffer
+from motet.shared.wire.request import Assigned, GenerateRequest
 from tests.services.scheduler.support import knows, submit
 from tests.support import eventually
 from tests.support_worker import PERF, FakeWorker, generate_request, worker_limits

@@ -10,8 +10,8 @@ import pytest
 
 from motet.services.worker.admission import Acceptable, admit, check
 from motet.shared.errors import BadRequest, ModelNotFound, MotetError, PromptTooLong
-from motet.shared.model import IMAGES_MAX, AdapterRef, EmbeddingParams, SamplingParams, Slo
-from motet.shared.wire.request import GenerateRequest, Image, KvOffer, pack_tokens
+from motet.shared.model import IMAGES_MAX, AdapterRef, EmbeddingParams, KvOffer, SamplingParams, Slo
+from motet.shared.wire.request import GenerateRequest, Image, pack_tokens
 
 VOCAB, LONGEST, EOS = 100, 32, 2
 ACCEPTABLE = Acceptable(

@@ -22,10 +22,10 @@ from motet.services.worker.kv_transfer import KvTransfer
 from motet.services.worker.native.thread import ThreadKv
 from motet.shared import subjects
 from motet.shared.errors import Conflict, NotFound, from_info
-from motet.shared.model import SamplingParams
+from motet.shared.model import KvOffer, SamplingParams
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, OpenKv, ReadKv
 from motet.shared.wire.refusal import Refused
-from motet.shared.wire.request import Cancel, GenerateRequest, KvOffer, pack_tokens, unpack_tokens
+from motet.shared.wire.request import Cancel, GenerateRequest, pack_tokens, unpack_tokens
 from tests.services.worker.support_service import Running, generate, latest
 from tests.support import eventually, reading
 from tests.support_models import random_prompts

@@ -19,10 +19,10 @@ from motet.services.worker import kv_transfer, metrics
 from motet.services.worker.native.thread import ThreadKv
 from motet.shared import subjects
 from motet.shared.errors import BadRequest, Conflict, MotetError, Overloaded, from_info
-from motet.shared.model import AdapterRef
+from motet.shared.model import AdapterRef, KvOffer
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, OpenKv, ReadKv
 from motet.shared.wire.refusal import Refused
-from motet.shared.wire.request import Cancel, KvOffer, pack_tokens
+from motet.shared.wire.request import Cancel, pack_tokens
 from tests.services.worker.support_service import Running, generate
 from tests.support import eventually, reading
 
