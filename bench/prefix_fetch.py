@@ -24,9 +24,10 @@ from bench import report
 from bench.models import model_and_adapters
 from bench.rebalance_kv import Client, fresh, send
 from bench.rig.workers import Workers
+from motet.shared import subjects
 from motet.shared.clock import now_s
-from motet.shared.wire.kv_offer import KvOffer
-from motet.shared.wire.request import GenerateRequest
+from motet.shared.model import KvOffer
+from motet.shared.wire.request import Cancel, GenerateRequest
 
 MODEL, QUICK_MODEL = "S", "XS"
 PROMPT, QUICK_PROMPT = 1800, 400
@@ -53,17 +54,21 @@ async def _measure(directory: Path, quick: bool) -> dict[str, Any]:
     pause_ms: dict[bool, list[float]] = defaultdict(list)
     changed = 0
     async with Workers(model, directory, both, client.hear, end_s=0.0) as workers:
-        others = [fresh(draw.integers(2, vocabulary, size=64).tolist(), 1900) for _ in range(OTHERS)]
-        for other in others:
-            await send(workers, "lender", other)
         for number in range(pairs + 1):  # the first pair warms up
             for fetches in (True, False) if number % 2 else (False, True):
                 request = fresh(draw.integers(2, vocabulary, size=tokens).tolist(), ANSWER)
                 await send(workers, "lender", request)
                 told = await client.tokens(request.request_id, 0, ANSWER)
+                others = [fresh(draw.integers(2, vocabulary, size=64).tolist(), 1900) for _ in range(OTHERS)]
+                for other in others:
+                    await send(workers, "lender", other)
+                for other in others:
+                    await client.tokens(other.request_id, 0, 4)
                 began_s = now_s()
                 first_s, said = await _again(workers, client, request, tokens, fetches=fetches)
                 changed += said != told
+                for other in others:
+                    await workers.bus.publish(subjects.control("lender"), Cancel(request_id=other.request_id, epoch=0))
                 if number:
                     ttft_ms[fetches].append(1000.0 * (first_s - began_s))
                     pause_ms[fetches].append(max(client.pause_ms(other.request_id, began_s, first_s) for other in others))

@@ -26,7 +26,7 @@ from bench.models import model_and_adapters
 from bench.rig.workers import Workers, greedy
 from motet.shared import subjects
 from motet.shared.clock import now_s
-from motet.shared.wire.kv_offer import KvOffer
+from motet.shared.model import KvOffer
 from motet.shared.wire.request import Cancel, GenerateRequest, pack_tokens
 from motet.shared.wire.stream import StreamItem, TokenFrame
 

@@ -106,6 +106,24 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int = 0  # the name's number of this content, for people; 0: unknown
 
 
+class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Names a worker from which the next worker of a request may fetch KV blocks.
+
+    Those of a moved request are held under `token`, with which they may be read once. Without a token, they are those of the
+    request's first `to_tokens` tokens in that worker's prefix cache; the next worker is expected to have `from_tokens` of them.
+    """
+
+    worker_id: str
+    token: str = ""
+    from_tokens: int = 0
+    to_tokens: int = 0
+
+    @property
+    def cached(self) -> bool:
+        """Whether the blocks are cached ones."""
+        return self.to_tokens > 0
+
+
 class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The registry's record of one content digest (KV `motet_adapters`, key `version.<digest>`, JSON)."""
 

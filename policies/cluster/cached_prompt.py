@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.cluster_state import Beginning, ClusterState
 from motet.policies.times.perf_model import Floats
-from motet.shared.wire.kv_offer import KvOffer
+from motet.shared.model import KvOffer
 
 SILENT_S = 3.0
 """A worker that was not heard for so long is not asked for blocks."""

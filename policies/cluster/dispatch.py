@@ -24,8 +24,8 @@ from motet.policies.cluster.choice import Choose
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.objectives import Admission
 from motet.policies.times.perf_model import decode_ms, prefill_ms
+from motet.shared.model import KvOffer
 from motet.shared.tables import Table
-from motet.shared.wire.kv_offer import KvOffer
 
 POLICIES: Table[Callable[[], Choose]] = Table({"motet": lambda: shared_cost.choose})
 """Constructors of the policies; every scheduler makes its own."""

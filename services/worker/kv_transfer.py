@@ -38,10 +38,9 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, Conflict, DeadlineExceeded, MotetError, NotFound, Overloaded, Unavailable, from_info
-from motet.shared.model import TOKEN_BYTES, WorkerLimits
+from motet.shared.model import TOKEN_BYTES, KvOffer, WorkerLimits
 from motet.shared.telemetry import logger
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, KvRequest, OpenKv, ProbeKv, ReadKv
-from motet.shared.wire.kv_offer import KvOffer
 from motet.shared.wire.refusal import Refused
 
 log = logger("motet.worker.kv")
@@ -183,7 +182,7 @@ class KvTransfer:
         if not opened.blocks:
             raise Ended("other_content")
         at = done = start = here * size
-        end, piece = opened.blocks * size, max(1, opened.piece_blocks) * size
+        end, piece = min(opened.blocks, here + kv_travel.MOST_BYTES // size) * size, max(1, opened.piece_blocks) * size
         parts: deque[tuple[int, asyncio.Task[KvReply]]] = deque()
         landing: asyncio.Future[bool] | None = None
         content = bytearray()
@@ -235,18 +234,21 @@ class KvTransfer:
 
     def _lend(self, message: OpenKv) -> _Offer:
         """Hold the cached blocks that are asked for. Raises Conflict, or Overloaded when enough are lent."""
-        token, most = message.token, MOST_KEYS
+        self._check_format(message)
+        token, count = message.token, len(message.keys)
         if token in self._offers:
             raise Conflict("this token is used")
-        if len(message.keys) > most:
-            raise BadRequest(f"keys: {len(message.keys)} KV blocks are more than {most}")
+        if count > MOST_KEYS or len(set(message.keys)) < count:
+            raise BadRequest(
+                f"keys: {count} KV blocks with {len(set(message.keys))} keys; {MOST_KEYS} different ones are allowed"
+            )
         if self._held(lent=True) >= MOVES:
             raise Overloaded(f"{MOVES} other workers read cached KV blocks here")
         loop = asyncio.get_running_loop()
         timer = loop.call_later(READ_S, self._withdraw, token)
         keys: asyncio.Future[list[bytes]] = loop.create_task(self._find(token, message.keys))
-        made = self._offers[token] = _Offer(keys, timer, lent=True)
-        return made
+        lent = self._offers[token] = _Offer(keys, timer, lent=True, opened=True)
+        return lent
 
     async def _find(self, token: str, keys: list[bytes]) -> list[bytes]:
         return keys[: await self._kv.find(token, keys)]
@@ -270,15 +272,7 @@ class KvTransfer:
                 return KvPart(data=bytes(max(0, min(size, self._part_bytes))))
 
     async def _open(self, message: OpenKv) -> KvOpened:
-        if message.cached:
-            self._check_format(message)
-            offer = self._lend(message)
-        else:
-            offer = self._offers.get(message.token) or await self._expect(message.token)
-            if offer.opened:
-                raise Conflict("these KV blocks have been opened already")
-        offer.opened = True
-        self._check_format(message)
+        offer = self._lend(message) if message.cached else await self._offered(message)
         keys = await asyncio.shield(offer.keys)
         offer.blocks = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(keys, message.keys, strict=False))))
         offer.timer.cancel()
@@ -286,6 +280,15 @@ class KvTransfer:
         hold_s = min(max(0.0, message.within_s), READ_S) if offer.blocks else 0.0
         offer.timer = loop.call_later(hold_s, self._withdraw, message.token)
         return KvOpened(blocks=offer.blocks, block_bytes=self._block_bytes, piece_blocks=self._piece_blocks)
+
+    async def _offered(self, message: OpenKv) -> _Offer:
+        """The blocks that are held under a token, which is used now."""
+        offer = self._offers.get(message.token) or await self._expect(message.token)
+        if offer.opened:
+            raise Conflict("these KV blocks have been opened already")
+        offer.opened = True
+        self._check_format(message)
+        return offer
 
     def _check_format(self, message: OpenKv) -> None:
         if message.kv_format != self._limits.kv_format:

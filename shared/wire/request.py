@@ -17,8 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
-from motet.shared.model import TOKEN_BYTES, AdapterRef, EmbeddingParams, SamplingParams, Slo
-from motet.shared.wire.kv_offer import KvOffer
+from motet.shared.model import TOKEN_BYTES, AdapterRef, EmbeddingParams, KvOffer, SamplingParams, Slo
 from motet.shared.wire.prefixes import PrefixKeys
 from motet.shared.wire.refusal import Refused
 

@@ -13,8 +13,7 @@ from motet.policies.cluster.dispatch import POLICIES, Decision, decide
 from motet.policies.memory import kv_travel
 from motet.policies.memory.kv_blocks import merged_short
 from motet.policies.memory.kv_travel import stretch, wait_ms
-from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
-from motet.shared.wire.kv_offer import KvOffer
+from motet.shared.model import KvOffer, PerfModel, RequestBrief, WorkerLimits
 from motet.shared.wire.prefixes import PrefixKeys, pack_keys
 from tests.support_worker import worker_limits
 

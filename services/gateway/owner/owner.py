@@ -65,9 +65,9 @@ from motet.shared.errors import (
     from_info,
 )
 from motet.shared.leases import LeaseHolder, LeaseWatch
+from motet.shared.model import KvOffer
 from motet.shared.telemetry import logger
 from motet.shared.wire import refusal
-from motet.shared.wire.kv_offer import KvOffer
 from motet.shared.wire.prediction import Outcome
 from motet.shared.wire.request import Cancel, GenerateRequest, Move, SubmitReply, pack_tokens
 from motet.shared.wire.stream import TokenFrame

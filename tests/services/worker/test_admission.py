@@ -10,8 +10,7 @@ import pytest
 
 from motet.services.worker.admission import Acceptable, admit, check
 from motet.shared.errors import BadRequest, ModelNotFound, MotetError, PromptTooLong
-from motet.shared.model import IMAGES_MAX, AdapterRef, EmbeddingParams, SamplingParams, Slo
-from motet.shared.wire.kv_offer import KvOffer
+from motet.shared.model import IMAGES_MAX, AdapterRef, EmbeddingParams, KvOffer, SamplingParams, Slo
 from motet.shared.wire.request import GenerateRequest, Image, pack_tokens
 
 VOCAB, LONGEST, EOS = 100, 32, 2

@@ -22,9 +22,8 @@ from motet.services.worker.kv_transfer import KvTransfer
 from motet.services.worker.native.thread import ThreadKv
 from motet.shared import subjects
 from motet.shared.errors import Conflict, NotFound, from_info
-from motet.shared.model import SamplingParams
+from motet.shared.model import KvOffer, SamplingParams
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, OpenKv, ReadKv
-from motet.shared.wire.kv_offer import KvOffer
 from motet.shared.wire.refusal import Refused
 from motet.shared.wire.request import Cancel, GenerateRequest, pack_tokens, unpack_tokens
 from tests.services.worker.support_service import Running, generate, latest

@@ -19,9 +19,8 @@ from motet.services.worker import kv_transfer, metrics
 from motet.services.worker.native.thread import ThreadKv
 from motet.shared import subjects
 from motet.shared.errors import BadRequest, Conflict, MotetError, Overloaded, from_info
-from motet.shared.model import AdapterRef
+from motet.shared.model import AdapterRef, KvOffer
 from motet.shared.wire.kv import KvOpened, KvPart, KvReply, OpenKv, ReadKv
-from motet.shared.wire.kv_offer import KvOffer
 from motet.shared.wire.refusal import Refused
 from motet.shared.wire.request import Cancel, pack_tokens
 from tests.services.worker.support_service import Running, generate
@@ -235,7 +234,8 @@ async def test_held_blocks_stay_while_the_cache_is_filled_with_others(start):
     ("made", "refused"),
     [
         (lambda lender: opening(lender, "t", kv_format="other"), Conflict),
-        (lambda lender: opening(lender, "t", keys=[b"k" * 16] * 101), BadRequest),
+        (lambda lender: opening(lender, "t", keys=[bytes([number]) * 16 for number in range(101)]), BadRequest),
+        (lambda lender: opening(lender, "t", keys=2 * opening(lender, "").keys[:1]), BadRequest),
     ],
 )
 async def test_bad_questions_hold_nothing(start, monkeypatch, made: Callable[..., OpenKv], refused):
