@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         shares=shares,
         lengths=lengths,
     )
-    policies = _policies(args.policies) if args.policies else QUICK if quick else tuple(POLICIES)
+    policies = listed_policies(args.policies) if args.policies else QUICK if quick else tuple(POLICIES)
     with Live.started(setting) as cluster:
         alone_ms = cluster.alone_ms()
         slo_ms = SLO_FACTOR * alone_ms
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _policies(listed: str) -> tuple[str, ...]:
+def listed_policies(listed: str) -> tuple[str, ...]:
     """The names in a comma-separated list. Raises SystemExit for an unknown one, or if those of the figures are missing."""
     names = tuple(listed.split(","))
     if unknown := [name for name in names if name not in (*POLICIES, *ABLATIONS)]:
