@@ -169,7 +169,7 @@ class BatchCore(Generic[S]):
         """Until when no other waiting sequence may join if nothing else happens."""
         if not self.state.waiting or len(self.state.running) >= self.seats:
             return inf
-        return order_holds_s(self._admission.queues, self.state, now_s)
+        return order_holds_s(self._admission.queues, now_s)
 
     # ---- a step
 

@@ -10,9 +10,9 @@
 `policies.step.batch_admission` makes the plans. `advance` books one step of a plan. `advance_steady` books many equal decode
 steps at once, and `steady_steps` says how many there are; the twin uses both.
 
-Sequences are ordered by `priority`, then by `late`, then by `due_s`, then by arrival. `due_s` is the arrival plus PATIENCE
-times the objective for the time to first token. With equal objectives that is first come, first served. An interactive request
-overtakes batch requests that came before it, but each of them is overtaken only until its own due time.
+Sequences are ordered by `priority`, then by `due_s`, then by arrival. `due_s` is the arrival plus PATIENCE times the objective
+for the time to first token. With equal objectives that is first come, first served. An interactive request overtakes batch
+requests that came before it, but each of them is overtaken only until its own due time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Sequence:
     order: int  # of arrival, unique
     priority: int = 0  # the smallest goes first, whatever is due
     due_s: float = 0.0  # place in the order, on the clock of arrivals
-    late: bool = False  # others of its priority go first (`request_queues.LateLast`)
     tokens: array[int]
     length: int = -1  # by default, of `tokens`
     adapter: str = ""  # digest, "" for the base
@@ -207,7 +206,7 @@ def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
     blocks are alike.
     """
     size = kv.block_size
-    bookings: list[tuple[int, Order, int, S]] = []  # (step, turn, tokens computed by then, sequence)
+    bookings: list[tuple[int, tuple[int, float, int], int, S]] = []  # (step, turn, tokens computed by then, sequence)
     for seq in plan.decodes:
         start, end = seq.computed, seq.computed + steps
         grows = range(len(seq.blocks) * size, end, size)
@@ -307,13 +306,10 @@ def cache_keys(seq: Sequence, first: int, end: int) -> list[bytes]:
     return [merged_key(key) for key in keys] if seq.merged else keys
 
 
-def _when(booking: tuple[int, Order, int, object]) -> tuple[int, Order]:
+def _when(booking: tuple[int, tuple[int, float, int], int, object]) -> tuple[int, tuple[int, float, int]]:
     return booking[:2]
 
 
-Order = tuple[int, bool, float, int]
-
-
-def order_of(seq: Sequence) -> Order:
+def order_of(seq: Sequence) -> tuple[int, float, int]:
     """The key by which sequences are ordered."""
-    return seq.priority, seq.late, seq.due_s, seq.order
+    return seq.priority, seq.due_s, seq.order

@@ -156,70 +156,99 @@ class PutOff(Generic[S]):
         return nsmallest(WINDOW, state.waiting, key=place)
 
 
+@dataclass
+class _Waiting:
+    """A request that has not begun. `look_s`: when it is late, or, if it is already, when it has to be put off again."""
+
+    slo_s: float
+    due_s: float
+    look_s: float
+    late: bool = False
+
+
 @dataclass(eq=False)
 class LateLast(Generic[S]):
     """First come, first served, but requests that have missed their TTFT objective come after those that can still keep it.
 
     Once there are too many requests, a late one that goes first makes the next one late too. A request is late that has waited
-    for IN_TIME of its objective. So that none waits for ever, after TURN others one late request gets its place back. Priority
-    goes before all of this. A preempted request, and one without an objective, is never late.
+    for IN_TIME of its objective. From then on it stays behind all requests of the same objective that are in time, and before
+    those with a much longer one. So that none waits for ever, after TURN others the oldest late one gets its place
+    back. Priority goes before all of this. A request without an objective, or that began before, is never late.
     """
 
     squashes: bool = False
     late: int = 0
     """Late requests that wait."""
-    _late_s: dict[int, float] = field(default_factory=dict)  # when each request that waits in time becomes late
-    _next_s: float = inf  # none does before this
+    _next_s: float = inf  # until then no request becomes late, and none has to be put off again
+    _waiting: dict[int, _Waiting] = field(default_factory=dict)
     _turns: int = 0  # requests that began since a late one had its turn
+    _turn_of: int | None = None  # the late one that has its turn
 
     def arrived(self, seq: S, now_s: float) -> None:
         """Remember when the request will be late."""
         if seq.due_s > now_s:
-            self._late_s[seq.order] = late_s = now_s + IN_TIME * (seq.due_s - now_s) / PATIENCE
-            self._next_s = min(self._next_s, late_s)
+            slo_s = (seq.due_s - now_s) / PATIENCE
+            self._waiting[seq.order] = one = _Waiting(slo_s, seq.due_s, now_s + IN_TIME * slo_s)
+            self._next_s = min(self._next_s, one.look_s)
 
     def began(self, seq: S, now_s: float) -> None:
-        """Count the turns. Should it be preempted, it is not late."""
-        self._turns = 0 if seq.late or not self.late else self._turns + 1
+        """Count the turns. Should it be preempted, it waits in its first place."""
+        one = self._waiting.get(seq.order)
+        self._turns = 0 if not self.late or (one is not None and one.late) else self._turns + 1
+        if one is not None:
+            seq.due_s = one.due_s
         self.left(seq)
+        if self.late and self._turns >= TURN:
+            self._turns = 0
+            self._turn_of = min(order for order, one in self._waiting.items() if one.late)
 
     def stopped(self, seq: S, now_s: float) -> None:
         """A preempted request waits in its place."""
 
     def left(self, seq: S) -> None:
         """The request has ended."""
-        self._late_s.pop(seq.order, None)
-        self.late -= seq.late
-        seq.late = False
+        one = self._waiting.pop(seq.order, None)
+        self.late -= one is not None and one.late
+        if seq.order == self._turn_of:
+            self._turn_of = None
 
-    def holds_s(self, state: AdmissionState[S], now_s: float) -> float:
-        """When the next waiting request is late."""
-        return min([at_s for seq in state.waiting if (at_s := self._late_s[seq.order]) > now_s], default=inf)
+    def holds_s(self, now_s: float) -> float:
+        """Until when the order stays as it is if nothing else happens."""
+        return self._next_s if self._turn_of is None else now_s
 
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
         """The waiting requests in their order."""
         if now_s >= self._next_s:
-            for seq in [seq for seq in state.waiting if self._late_s.get(seq.order, inf) <= now_s]:
-                del self._late_s[seq.order]
-                self._turn(state, seq, late=True)
-            self._next_s = min(self._late_s.values(), default=inf)
-        if self.late and self._turns >= TURN:
-            self._turns = 0
-            self._turn(state, next(seq for seq in state.waiting if seq.late), late=False)
+            self._put_off(state, now_s)
+        if self._turn_of is not None:
+            seq = next(seq for seq in state.waiting if seq.order == self._turn_of)
+            self._place(state, seq, self._waiting[seq.order].due_s)
+            self.left(seq)
         return state.waiting
 
-    def _turn(self, state: AdmissionState[S], seq: S, *, late: bool) -> None:
+    def _put_off(self, state: AdmissionState[S], now_s: float) -> None:
+        """All requests in time are due within PATIENCE objectives, also those that come before the next look at a late one."""
+        for seq in [seq for seq in state.waiting if seq.order in self._waiting]:
+            one = self._waiting[seq.order]
+            if one.look_s > now_s:
+                continue
+            self.late += not one.late
+            one.late, each_s = True, PATIENCE * one.slo_s
+            while one.look_s <= now_s:
+                one.look_s += each_s
+            self._place(state, seq, one.look_s + each_s)
+        self._next_s = min([one.look_s for one in self._waiting.values()], default=inf)
+
+    @staticmethod
+    def _place(state: AdmissionState[S], seq: S, due_s: float) -> None:
         state.waiting.remove(seq)
-        seq.late = late
-        self.late += 1 if late else -1
+        seq.due_s = due_s
         insert(state.waiting, seq)
 
 
-def order_holds_s(queues: object, state: AdmissionState[S], now_s: float) -> float:
+def order_holds_s(queues: object, now_s: float) -> float:
     """Until when waiting requests stay in this order if nothing else happens."""
-    if not isinstance(queues, LateLast):
-        return inf
-    return queues.holds_s(state, now_s)
+    return queues.holds_s(now_s) if isinstance(queues, LateLast) else inf
 
 
 def mechanism_of(queues: object, waiting: int) -> dict[str, Mechanism]:
