@@ -46,6 +46,8 @@ async def test_a_queue_moves_to_an_idle_worker(bus, schedule, hire, rebalance):
     await schedule(rebalance=rebalance)
     await eventually(lambda: len(heard) >= (4 if rebalance == "auto" else 5))
     assert {move.to for move in heard} == {"w2"}
+    status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)
+    assert status.rebalance.state == ("waiting" if rebalance == "auto" else "on"), "no moved request has run yet"
     assert max(Counter(move.request_id for move in heard).values()) == 1, "nothing moves twice in a row"
     assert all(move.epoch == int(move.request_id[1:]) % 3 for move in heard)
 
@@ -142,10 +144,11 @@ async def test_a_dry_run_says_what_would_move_and_moves_nothing(bus, schedule, h
 
     await hire("w1", limits=LIMITS, prepare=busy)
     await hire("w2", limits=LIMITS)
-    service = await schedule()
+    service = await schedule(rebalance="off")
     await knows(service, "w1", "w2")
     status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(plan=True), StatusReply, timeout_s=15)
     (plan,) = status.plans
     assert plan.base_model == LIMITS.base_model and plan.most_wait_ms > plan.least_wait_ms == 0
     assert plan.after_ms < plan.before_ms and {move.to for move in plan.moves} == {"w2"}
+    assert status.rebalance is None
     assert not heard and not (await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)).plans
