@@ -28,9 +28,9 @@ def values(option: Field) -> tuple[str, str]:
         least = max((meta.ge or meta.gt or 0 for meta in bounds), default=0)
         two = [n for n in (least + 1, least + 2, least + 3) if n != option.default]
         return str(two[0]), str(two[1])
-    return {"device": ("cpu", "cuda"), "assist_cores": ("0", "0,1"), "plugins": ("colorsys", "graphlib")}.get(
-        option.name, ("one", "two")
-    )
+    words = {"device": ("cpu", "cuda"), "assist_cores": ("0", "0,1"), "plugins": ("colorsys", "graphlib")}
+    words["assist_processes"] = ("auto", "2")
+    return words.get(option.name, ("one", "two"))
 
 
 def value_of(config: Config, option: Field) -> Any:
