@@ -11,11 +11,10 @@ request alone, which is measured. How long an answer will be is known to the pac
 
 Between two policies the scheduler and the predictor are replaced, so that none knows more than another, and the workers stay.
 The workers learn their step times themselves, in a run before the rounds; the twin gets what they have learned then, and
-predicts every run. Then the twin alone: the paper's worker (`bench.cluster`) with an engine that mixes prefills with decodes,
-and with one that does not, at the rate of figure 20.
+predicts every run, and once more with the step times as they are paced. Then the twin alone: the paper's worker
+(`bench.cluster`) with an engine that mixes prefills with decodes, and with one that does not, at the rate of figure 20.
 
-`--data DIR` (or MOTET_DATA) holds the recorded popularity and lengths; without it a power law and
-log-normal lengths are drawn.
+`--data DIR` (or MOTET_DATA) holds the recorded popularity and lengths; without it a power law and log-normal lengths are drawn.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ import msgspec
 import numpy as np
 
 from bench import report
-from bench.cluster_live_parts import Live, Outcome, Setting, popularity_and_lengths, predicted
+from bench.cluster_live_parts import Live, Outcome, Setting, paced_perf, popularity_and_lengths, predicted
 from bench.paced import Pace
 from bench.rivals import POLICIES
+from bench.rivals.parts import ABLATIONS
 from motet.shared.model import PerfModel
 from motet.twin.steps import A10_BGMV, A10_MBGMV
 from motet.twin.workload import Workload
@@ -50,15 +50,21 @@ SEED = 1
 LIMIT_S = 1320.0
 PAPER_WORKERS, PAPER_RATE, PAPER_REQUESTS = 8, 60.0, 1200
 PAPER_POLICIES = ("motet", "motet without shared prefills", "rank-aware", "most-idle", "round-robin")
-QUICK = ("motet", "most-idle", "round-robin")
-COLUMNS = ("policy", "attainment %", "TPOT ms", "p50", "p99", "TTFT ms", "twin: attainment %", "TPOT ms", "error %")
+QUICK = ("motet", "most-idle")
+TWIN_COLUMNS = ("attainment %", "TPOT ms", "error %")
+COLUMNS = (
+    *("policy", "attainment %", "TPOT ms", "p99", "TTFT ms"),
+    *(f"{twin}: {name}" for twin in ("learned", "paced") for name in TWIN_COLUMNS),
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """This bench's own options."""
     parser.add_argument("--seed", type=int, default=SEED, help="another draw of arrivals, lengths, and adapters' ranks")
     parser.add_argument("--rate", type=float, default=RATE, help=f"requests per second (default {RATE:g})")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of {REQUESTS} requests per policy (default {ROUNDS})")
+    parser.add_argument(
+        "--rounds", type=int, choices=range(1, 10), default=ROUNDS, help=f"of {REQUESTS} requests per policy (default {ROUNDS})"
+    )
     parser.add_argument("--policies", default="", help="comma-separated; default: Motet's and all rivals")
     parser.add_argument("--data", type=Path, default=os.environ.get("MOTET_DATA"), help="directory of the recorded workload")
 
@@ -78,23 +84,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         shares=shares,
         lengths=lengths,
     )
-    policies = tuple(args.policies.split(",")) if args.policies else QUICK if quick else tuple(POLICIES)
-    with Live.started(setting) as live:
-        alone_ms = live.alone_ms()
+    policies = listed_policies(args.policies) if args.policies else QUICK if quick else tuple(POLICIES)
+    with Live.started(setting) as cluster:
+        alone_ms = cluster.alone_ms()
         slo_ms = SLO_FACTOR * alone_ms
-        live.run("round-robin", setting.draw(LEARNING_ROUND, slo_ms, requests=10 if quick else LEARNING))
-        learned = live.learned()
+        cluster.run("round-robin", setting.draw(LEARNING_ROUND, slo_ms, requests=10 if quick else LEARNING))
+        learned = cluster.learned()
         found: dict[str, list[Outcome]] = {policy: [] for policy in policies}
         rounds: list[Workload] = []
         for number in args.watch.rounds(1 if quick else args.rounds):
             rounds.append(setting.draw(number, slo_ms))
-            turn = number * len(policies) // max(1, args.rounds)
+            turn = number * len(policies) // args.rounds
             for policy in (*policies[turn:], *policies[:turn]):
-                found[policy].append(live.run(policy, rounds[-1]))
+                found[policy].append(cluster.run(policy, rounds[-1]))
                 print(f"  round {number + 1}, {policy}: {found[policy][-1].figures()}", flush=True)
-    twin = {policy: [predicted(setting, learned, policy, one) for one in rounds] for policy in policies}
-    print(_table(setting, found, twin))
-    return _figures(found, twin) | {
+
+    def simulated(perfs: Sequence[PerfModel]) -> dict[str, Outcome]:
+        return {policy: Outcome.together([predicted(setting, perfs, policy, one) for one in rounds]) for policy in policies}
+
+    live = {policy: Outcome.together(outcomes) for policy, outcomes in found.items()}
+    twin, twin_of_pace = simulated(learned), simulated([paced_perf(setting.pace)] * setting.workers)
+    print(_table(setting, live, twin, twin_of_pace))
+    return _figures(live, twin) | {
+        "twin_error_p50_of_pace": _error_p50(live, twin_of_pace),
+        "attainment_error_p50_of_pace": _attainment_error_p50(live, twin_of_pace),
+        "twin_of_pace": {policy: one.figures() for policy, one in twin_of_pace.items()},
+        "rounds": {policy: [one.figures() for one in of] for policy, of in found.items()},
         "papers_worker": _papers_worker(setting, quick=quick),
         "alone_ms": round(alone_ms, 2),
         "slo_ms": round(slo_ms, 2),
@@ -108,43 +123,48 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _table(setting: Setting, found: Mapping[str, Sequence[Outcome]], twin: Mapping[str, Sequence[Outcome]]) -> str:
+def listed_policies(listed: str) -> tuple[str, ...]:
+    """The names in a comma-separated list. Raises SystemExit for an unknown one, or if those of the figures are missing."""
+    names = tuple(listed.split(","))
+    if unknown := [name for name in names if name not in (*POLICIES, *ABLATIONS)]:
+        raise SystemExit(f"--policies: {', '.join(unknown)} is none of {', '.join((*POLICIES, *ABLATIONS))}")
+    if missing := [name for name in QUICK if name not in names]:
+        raise SystemExit(f"--policies: {', '.join(missing)} must be among them, as the figures compare with it")
+    return names
+
+
+def _table(setting: Setting, live: Mapping[str, Outcome], *twins: Mapping[str, Outcome]) -> str:
     rows: list[list[object]] = []
-    for policy, rounds in found.items():
-        live, simulated = Outcome.together(rounds), Outcome.together(twin[policy])
-        one = live.figures()
-        shown = [100 * live.attainment, one["tpot_ms"], one["tpot_p50_ms"], one["tpot_p99_ms"], one["ttft_ms"]]
-        rows.append(
-            [policy, *shown, 100 * simulated.attainment, float(simulated.tpot_ms.mean()), 100 * _error(live, simulated)]
-        )
-    requests = sum(len(one.kept) for one in next(iter(found.values())))
+    for policy, outcome in live.items():
+        one = outcome.figures()
+        row: list[object] = [policy, 100 * outcome.attainment, one["tpot_ms"], one["tpot_p99_ms"], one["ttft_ms"]]
+        for twin in twins:
+            row += [100 * twin[policy].attainment, float(twin[policy].tpot_ms.mean()), 100 * _error(outcome, twin[policy])]
+        rows.append(row)
+    requests = len(next(iter(live.values())).kept)
     return report.table(f"{setting.workers} live workers, {requests} requests, {setting.rate:g} per second", COLUMNS, rows)
 
 
-def _figures(found: Mapping[str, Sequence[Outcome]], twin: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    live = {policy: Outcome.together(rounds) for policy, rounds in found.items()}
-    simulated = {policy: Outcome.together(rounds) for policy, rounds in twin.items()}
+def _figures(live: Mapping[str, Outcome], twin: Mapping[str, Outcome]) -> dict[str, Any]:
     rivals = [policy for policy in live if not policy.startswith("motet")]
     best = max(rivals, key=lambda policy: live[policy].attainment)
     motet = live["motet"]
+    pairs, apart = list(itertools.combinations(live, 2)), told_apart(live)
     return {
         "attainment": round(motet.attainment, 4),
         "attainment_best_rival": round(live[best].attainment, 4),
         "best_rival": best,
         "tpot_vs_mostidle": round(float(motet.tpot_ms.mean() / live["most-idle"].tpot_ms.mean()), 4),
-        "twin_rank_order": round(rank_order(live, simulated, told_apart(live)), 4),
-        "pairs_told_apart": len(told_apart(live)),
-        "twin_rank_order_all_pairs": round(rank_order(live, simulated, list(itertools.combinations(live, 2))), 4),
-        "twin_error_p50": round(float(np.median([_error(live[policy], simulated[policy]) for policy in live])), 4),
-        "attainment_error_p50": round(
-            float(np.median([abs(live[policy].attainment - simulated[policy].attainment) for policy in live])), 4
-        ),
+        "twin_rank_order": round(rank_order(live, twin, apart), 4),
+        "twin_rank_order_all_pairs": round(rank_order(live, twin, pairs), 4),
+        "not_told_apart": [" = ".join(pair) for pair in pairs if pair not in apart],
+        "twin_error_p50": _error_p50(live, twin),
+        "attainment_error_p50": _attainment_error_p50(live, twin),
         "busy": round(float(np.mean([one.busy for one in live.values()])), 3),
         "behind": round(float(np.mean([one.behind for one in live.values()])), 4),
         "lost": round(float(np.mean([one.lost for one in live.values()])), 4),
         "policies": {policy: one.figures() for policy, one in live.items()},
-        "twin": {policy: one.figures() for policy, one in simulated.items()},
-        "rounds": {policy: [one.figures() for one in rounds] for policy, rounds in found.items()},
+        "twin": {policy: one.figures() for policy, one in twin.items()},
     }
 
 
@@ -190,6 +210,16 @@ def rank_order(live: Mapping[str, Outcome], twin: Mapping[str, Outcome], pairs: 
 def _error(live: Outcome, twin: Outcome) -> float:
     """How far the twin's mean time per token is from the live one, as a share."""
     return abs(float(twin.tpot_ms.mean()) / float(live.tpot_ms.mean()) - 1.0)
+
+
+def _error_p50(live: Mapping[str, Outcome], twin: Mapping[str, Outcome]) -> float:
+    """The median over the policies of `_error`."""
+    return round(float(np.median([_error(one, twin[policy]) for policy, one in live.items()])), 4)
+
+
+def _attainment_error_p50(live: Mapping[str, Outcome], twin: Mapping[str, Outcome]) -> float:
+    """The median over the policies of how far the twin's attainment is from the live one."""
+    return round(float(np.median([abs(one.attainment - twin[policy].attainment) for policy, one in live.items()])), 4)
 
 
 def _mean(learned: Sequence[PerfModel]) -> dict[str, float]:

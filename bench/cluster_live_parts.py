@@ -204,7 +204,7 @@ class Live:
         times = []
         for rank in RANKS * ALONE_TIMES:
             name = self._setting.names[int(np.flatnonzero(self._setting.ranks == rank)[0])]
-            request = _request(0.0, name, 16, ALONE_TOKENS, Slo())
+            request = request_for(0.0, name, 16, ALONE_TOKENS, Slo())
             play(self._mesh.port, [request])
             times.append(_tpot_ms(request, ALONE_TOKENS))
         return float(np.mean(times))
@@ -215,7 +215,7 @@ class Live:
         wait_for(self._mesh.port, self._setting.names, HEADERS)
         names, slo = self._setting.names, workload.slos[0]
         requests = [
-            _request(at_s, names[which], prompt, output, slo)
+            request_for(at_s, names[which], prompt, output, slo)
             for at_s, which, prompt, output in zip(
                 workload.arrival_s.tolist(),
                 workload.adapter.tolist(),
@@ -280,7 +280,7 @@ class Live:
         def warmed() -> bool:
             asked = [name for name in missing() for _ in range(self._setting.workers)]
             times = WARM_EVERY_S * np.arange(len(asked))
-            play(self._mesh.port, [_request(at_s, name, 4, 2, Slo()) for at_s, name in zip(times, asked, strict=True)])
+            play(self._mesh.port, [request_for(at_s, name, 4, 2, Slo()) for at_s, name in zip(times, asked, strict=True)])
             return not missing()
 
         until(warmed, lambda: f"not on every device: {missing()}", within_s=WARM_WITHIN_S)
@@ -301,7 +301,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _request(at_s: float, name: str, prompt_tokens: int, output_tokens: int, slo: Slo) -> Request:
+def request_for(at_s: float, name: str, prompt_tokens: int, output_tokens: int, slo: Slo) -> Request:
     """A request whose answer has `output_tokens` tokens, which its seed tells the paced engine alone."""
     draw = np.random.default_rng((prompt_tokens, output_tokens))
     prompt = draw.integers(*LETTERS, size=prompt_tokens).tolist()
@@ -334,6 +334,20 @@ class MixedSteps:
             load = batch_load(kernel, batch.prefill_requests, batch.prefill_rank_sum, batch.prefill_max_rank)
             total_ms += prefill_ms(perf, float(batch.prefill_tokens), load)
         return to_ps(total_ms)
+
+
+def paced_perf(pace: Pace) -> PerfModel:
+    """The step times of a worker that keeps the pace and knows it."""
+    return PerfModel(
+        prefill_base_ms=0.0,
+        prefill_token_ms=pace.token_ms,
+        prefill_lora_ms=pace.rank_ms,
+        decode_base_ms=pace.step_ms,
+        decode_row_ms=pace.row_ms,
+        decode_lora_ms=pace.rank_ms,
+        load_base_ms=0.0,
+        load_ms_per_mib=0.0,
+    )
 
 
 def predicted(

@@ -16,7 +16,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+
+import msgspec
 
 from motet.cli.main import main
 from motet.policies.step.batch_state import StepPlan
@@ -29,7 +31,7 @@ from motet.services.worker.native.seats import LiveSequence
 from motet.shared import clock, telemetry
 from motet.shared.model import FinishReason, SamplingParams
 
-PREFIX, SEED_ENDS = "MOTET_BENCH_", "MOTET_BENCH_SEED_ENDS"
+VARIABLE, SEED_ENDS = "MOTET_BENCH_PACE", "MOTET_BENCH_SEED_ENDS"
 PACED_S = telemetry.counter("motet_bench_paced_seconds", "what the steps should have taken")
 COMPUTED_S = telemetry.counter("motet_bench_computed_seconds", "what they took before they slept")
 BEHIND_S = telemetry.counter("motet_bench_behind_seconds", "how late the steps ended, summed over all")
@@ -55,13 +57,13 @@ class Pace:
         return self.step_ms + self.token_ms * step.prefill_tokens + self.row_ms * step.decode_rows + self.rank_ms * ranks
 
     def variables(self) -> dict[str, str]:
-        """It as variables for the processes that keep it."""
-        return {f"{PREFIX}{name.upper()}": str(value) for name, value in asdict(self).items()}
+        """It as a variable for the processes that keep it."""
+        return {VARIABLE: msgspec.json.encode(self).decode()}
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> Pace:
-        """The pace that the variables name."""
-        return cls(**{field.name: float(variables.get(f"{PREFIX}{field.name.upper()}", "0")) for field in fields(cls)})
+        """The pace that the variable says. Raises KeyError without it, and msgspec.ValidationError naming a wrong field."""
+        return msgspec.json.decode(variables[VARIABLE], type=cls)
 
 
 class Schedule:

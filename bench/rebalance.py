@@ -1,6 +1,6 @@
 """Moves between live workers: four workers of the demo model, and one adapter gets 20 times its load.
 
-A worker's step takes at least STEP_MS (`bench.paced`), as on a device of its own: of workers that share the cores of a machine,
+A worker's step takes STEP_MS (`bench.paced`), as on a device of its own: of workers that share the cores of a machine,
 one with a long queue simply gets what the idle ones leave, and moves would have nothing to gain.
 
 Requests arrive as a Poisson process that waits for no answer, at a share of the capacity of all workers, which is measured

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
-from bench.cluster_live import PACE, rank_order, told_apart
-from bench.cluster_live_parts import MOST_TOKENS, MixedSteps, Outcome, Setting, _request, popularity_and_lengths, predicted
-from bench.paced import MOST_BEHIND_S, Pace, Schedule
+from bench.cluster_live import PACE, listed_policies, rank_order, told_apart
+from bench.cluster_live_parts import MOST_TOKENS, MixedSteps, Outcome, Setting, popularity_and_lengths, predicted, request_for
+from bench.paced import MOST_BEHIND_S, VARIABLE, Pace, Schedule
 from motet.policies.times.step_record import Step
 from motet.shared.model import PerfModel, Slo
 from motet.twin.events import PS_PER_MS
@@ -52,9 +53,11 @@ def test_a_delay_that_is_too_long_is_made_up_in_part() -> None:
     assert schedule.end_s(2.0, 0.5) == pytest.approx(2.0 - MOST_BEHIND_S + 0.5)
 
 
-def test_a_pace_reaches_a_process_through_variables_and_what_is_missing_there_takes_no_time() -> None:
+def test_a_pace_reaches_a_process_through_a_variable_and_what_is_not_given_takes_no_time() -> None:
     assert Pace.of(PACE.variables()) == PACE
-    assert Pace.of({"MOTET_BENCH_STEP_MS": "7"}) == Pace(step_ms=7.0)
+    assert Pace.of({VARIABLE: '{"step_ms": 7}'}) == Pace(step_ms=7.0)
+    with pytest.raises(msgspec.ValidationError, match="token_ms"):
+        Pace.of({VARIABLE: '{"step_ms": 7, "token_ms": "long"}'})
 
 
 def test_a_simulated_prefill_that_is_alone_takes_a_pass_over_the_weights_too() -> None:
@@ -80,7 +83,7 @@ def test_of_five_adapters_that_are_neighbours_in_popularity_each_has_another_ran
 
 def test_what_a_client_asks_for_does_not_say_how_long_the_answer_will_be() -> None:
     short, long = (
-        json.loads(_request(0.0, "a", 4, tokens, Slo()).wire.split(b"\r\n\r\n", 1)[1]) | {"prompt": [], "seed": 0}
+        json.loads(request_for(0.0, "a", 4, tokens, Slo()).wire.split(b"\r\n\r\n", 1)[1]) | {"prompt": [], "seed": 0}
         for tokens in (3, 100)
     )
     assert short == long and short["max_tokens"] == MOST_TOKENS
@@ -117,3 +120,15 @@ def test_the_twin_answers_every_request_and_filling_one_worker_first_is_slower()
 def test_the_rounds_of_a_policy_count_together() -> None:
     both = Outcome.together([kept("+++-"), kept("--")])
     assert both.attainment == 0.5 and len(both.tpot_ms) == 2
+
+
+def test_a_policy_that_nobody_knows_is_refused_before_anything_is_measured() -> None:
+    assert listed_policies("motet,most-idle,motet without shared prefills") == (
+        "motet",
+        "most-idle",
+        "motet without shared prefills",
+    )
+    with pytest.raises(SystemExit, match="--policies: fastest is none of motet"):
+        listed_policies("motet,most-idle,fastest")
+    with pytest.raises(SystemExit, match="--policies: most-idle must be among them"):
+        listed_policies("motet,random")
