@@ -200,6 +200,12 @@ class Boundary:
         missed = careful and kv.reuse is not None and kv.reuse.chance > SELDOM
         return kv.blank if missed else kv.free
 
+    def lacks(self, count: int, *, careful: bool) -> bool:
+        """Whether the merged copy has to give back its blocks because `count` are needed. `careful`: a few more stay empty, so
+        that a request that begins takes none from the prefix cache.
+        """
+        return self.spare_blocks(careful=careful) < count + (self._reserve // RESERVE if careful else 0)
+
     def lend(self, size_bytes: int, *, careful: bool = False) -> bool:
         """Change the memory lent to the merged copy to `size_bytes`. It grows by at most one step of the boundary per call.
 

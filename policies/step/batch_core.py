@@ -229,7 +229,7 @@ class BatchCore(Generic[S]):
             copy.weigh(state.running)
         if not copy.adapter:
             return False
-        short = boundary is not None and boundary.spare_blocks(careful=self._careful) < len(state.running)
+        short = boundary is not None and boundary.lacks(len(state.running), careful=self._careful)
         if not (self._copy_leaves or short or modes.gives_up):
             return False
         copy.drop()

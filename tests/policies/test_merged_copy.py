@@ -17,6 +17,7 @@ from motet.policies.step.batch_state import Sequence, StepPlan, advance
 from motet.policies.step.cold_start import ColdStarts
 from motet.policies.step.merge_decision import MergeConfig, Merging, Mode
 from motet.policies.step.merged_copy import NOTHING_KNOWN, START_MS_PER_MIB, MergedCopy, SpareMemory
+from motet.policies.step.paying_merge import PayingMerge
 from motet.policies.times.perf_model import MIB
 from motet.policies.times.step_record import Step
 from motet.shared.model import PerfModel
@@ -39,11 +40,11 @@ PERF = PerfModel(
 class Engine:
     """A core whose copies are complete as soon as they may be made."""
 
-    def __init__(self, blocks: int = BLOCKS) -> None:
-        self.modes = Merging(NOTHING_KNOWN, MergeConfig(alpha=0.7))
+    def __init__(self, blocks: int = BLOCKS, *, careful: bool = False) -> None:
+        self.modes = PayingMerge(NOTHING_KNOWN) if careful else Merging(NOTHING_KNOWN, MergeConfig(alpha=0.7))
         self.core: BatchCore[Sequence] = BatchCore(
             AdmissionLimits(max_running=16, max_step_tokens=64),
-            kv=KvBlocks(blocks, SIZE, capacity=blocks + 4, block_bytes=BLOCK),
+            kv=KvBlocks(blocks, SIZE, capacity=blocks + 4, block_bytes=BLOCK, prefix_cache=careful),
             slots=AdapterSlots(4, 4 * BLOCK),
             shared=True,
             modes=self.modes,
@@ -52,6 +53,7 @@ class Engine:
         assert self.core.copy is not None
         self.copy: MergedCopy = self.core.copy
         self.drops: list[str] = []
+        self.now_s = 0.0
 
     def start(self, adapter: str, tokens: int = 8) -> Sequence:
         seq = Sequence(
@@ -62,7 +64,8 @@ class Engine:
 
     def step(self) -> StepPlan[Sequence]:
         before = self.copy.adapter
-        plan = self.core.decide()
+        self.now_s += 0.02
+        plan = self.core.decide(self.now_s)
         if plan.dropped:
             self.drops.append(before)
         for seq in advance(plan):
@@ -151,6 +154,52 @@ def test_lent_blocks_count_as_free_because_the_copy_would_leave() -> None:
     until_merged(engine, "a")
     engine.core.end(seq)
     assert engine.core.kv_blocks_free == free
+
+
+def cached_after(engine: Engine, tokens: int, adapter: str = "b") -> None:
+    """A request of another adapter ends and leaves its blocks to the prefix cache."""
+    seq = engine.start(adapter, tokens=tokens)
+    while engine.core.state.waiting or seq.computed < tokens:
+        engine.step()
+    engine.core.end(seq)
+
+
+def test_a_careful_copy_takes_cached_blocks_only_if_they_are_hardly_ever_used_again() -> None:
+    engine = Engine(careful=True)
+    cached_after(engine, 40 * SIZE)
+    kv, boundary = engine.core.state.kv, engine.core.boundary
+    assert boundary is not None and kv.reuse is not None and kv.idle >= 40
+    assert boundary.spare_blocks(careful=True) == kv.blank < kv.free == boundary.spare_blocks(careful=False)
+    for _ in range(100):
+        kv.reuse.left(1)
+    assert boundary.spare_blocks(careful=True) == kv.free
+
+
+def test_a_careful_copy_leaves_before_the_prefix_cache_lacks_blocks() -> None:
+    engine = Engine(careful=True)
+    seq = engine.start("a")
+    while not engine.copy.whole:
+        engine.step()
+    engine.core.end(seq)
+    kv, cached = engine.core.state.kv, 0
+    for adapter in "bcdefghijklmnopq":
+        cached_after(engine, 8 * SIZE, adapter)
+        if engine.drops:
+            break
+        assert kv.cached >= cached + 8, "no cached block has left for the copy"
+        cached = kv.cached
+    assert engine.drops == ["a"] and engine.claimed == 0 and cached >= 60
+
+
+def test_prefixes_that_running_requests_found_count_once() -> None:
+    engine = Engine(careful=True)
+    first = engine.start("a", tokens=5 * SIZE)
+    engine.step()
+    second = engine.start("a", tokens=5 * SIZE)
+    engine.step()
+    assert (first.found, second.found) == (0, 4)
+    engine.copy.weigh([first, second, second])
+    assert engine.modes.prefix_ms == pytest.approx(4 * SIZE * PERF.prefill_token_ms)
 
 
 def step_of(rows: int, ranks: int, ms: float) -> Step:

@@ -13,6 +13,7 @@ from motet.cli.adapters import list_
 from motet.cli.status import status
 from motet.shared import subjects
 from motet.shared.bus import Bus
+from motet.shared.model import Mechanism
 from motet.shared.refused_adapters import refused
 from motet.shared.wire.admin import ClusterStatus, StatusRequest, WorkerStatus
 from tests.services.gateway.conftest import Mesh
@@ -110,3 +111,17 @@ async def test_an_unknown_name_is_answered_with_the_one_that_it_resembles(mesh: 
     async with http.post(f"{mesh.url}/v1/completions", json={"model": "uper", "prompt": "x"}) as answer:
         message = (await answer.json())["error"]["message"]
     assert message.startswith("The model `uper` does not exist. Did you mean `upper`?")
+
+
+async def test_a_line_for_each_worker_says_which_mechanisms_are_on_and_why(
+    mesh: Mesh, connect: Connect, http: aiohttp.ClientSession
+) -> None:
+    told = {"queues": Mechanism("on", "2 of 9 waiting requests are late"), "merge": Mechanism("off", "the weights are int8")}
+    await tell(await connect("brain"), msgspec.structs.replace(worker("w1", "", 0.0), mechanisms=told), worker("w2", "", 0.0))
+    async with http.get(f"{mesh.url}/v1/status") as answer:
+        workers = (await answer.json())["workers"]
+    assert workers[0]["mechanisms"]["merge"] == {"state": "off", "why": "the weights are int8"} and not workers[1]["mechanisms"]
+    shown = await asyncio.to_thread(CliRunner().invoke, status, ["--url", mesh.url])
+    lines = shown.output.splitlines()
+    assert "w1: merge off (the weights are int8); queues on (2 of 9 waiting requests are late)" in lines
+    assert not any(line.startswith("w2:") for line in lines)
