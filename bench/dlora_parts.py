@@ -296,7 +296,7 @@ def build(case: Case) -> Cluster:
         perf=PERF,
         steps=LoraShare(PerfSteps(PERF, context_token_ps=CONTEXT_TOKEN_PS), system.lora),
         link=LINK,
-        options=WorkerOptions(max_step_tokens=2048, max_loras=64, cold_start="blocking"),
+        options=WorkerOptions(max_step_tokens=2048, max_loras=64, queues="fcfs", foresight="off", cold_start="blocking"),
         in_place=merging,
     )
     if system.pooled:

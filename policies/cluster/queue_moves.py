@@ -40,6 +40,8 @@ MOST = 64
 """Requests that move at a time."""
 LEAST_GAIN_MS = 250.0
 """A smaller gain could not be checked: waits are looked at every quarter of a second."""
+LONGEST = 16
+"""Queues, the longest, that are looked at for requests that stay and for objectives; bounds the time on the event loop."""
 REST_S = 10.0
 """A request that moved stays for this time."""
 SIZES_KEPT = 4096
@@ -137,7 +139,9 @@ class QueueMoves:
 
     def _follow(self, state: ClusterState, queues: _Queues, waits: Floats, now_s: float) -> None:
         """Remember what the last of each queue is predicted to wait."""
-        for at in np.flatnonzero(waits > 0).tolist():
+        for at in np.argsort(-waits, kind="stable")[:LONGEST].tolist():
+            if waits[at] <= 0.0:
+                return
             worker_id = state.ids[queues.rows[at]]
             last = _movable(state, worker_id, ())[-1:]
             for brief in last:
@@ -190,7 +194,9 @@ class _Queues:
 
     def __init__(self, state: ClusterState, rows: NDArray[np.intp], avg_resp_len: float, longer: float) -> None:
         self.rows, self._state = rows, state
-        self._coming: set[tuple[str, int]] = set()  # adapters that moves bring to workers
+        self._coming: dict[str, list[int]] = {}  # where moves bring each adapter
+        shared = ((one.block_size, one.kv_block_bytes) for one in (state.terms(state.ids[row])[0] for row in rows.tolist()))
+        self._byte_tokens = np.array([size / block_bytes if block_bytes else 0.0 for size, block_bytes in shared])
         self._t = t = {name: state.table[name][rows] for name in _COLUMNS}
         self._answer_ms = longer * avg_resp_len * t["step_ms"]
         self._longer = longer
@@ -222,19 +228,19 @@ class _Queues:
             return (np.zeros(len(rows)),) * 3
         size_bytes = sizes.of(digest)
         copy, fetch = (times[rows] for times in state.perf.transfer_ms(round(size_bytes)))
-        limits = [state.terms(state.ids[row])[0] for row in rows.tolist()]
-        room = np.array([size_bytes / one.kv_block_bytes * one.block_size if one.kv_block_bytes else 0.0 for one in limits])
+        room = size_bytes * self._byte_tokens
         if (held := state.holders(digest)) is not None:
             here = np.isin(rows, held.rows[held.loaded])
             near = here | np.isin(rows, held.rows[(held.bits & ON_HOST) > 0])
             copy, fetch, room = np.where(here, 0.0, copy), np.where(near, 0.0, fetch), np.where(here, 0.0, room)
-        coming = np.array([(digest, row) in self._coming for row in rows.tolist()])
-        return np.where(coming, 0.0, copy), np.where(coming, 0.0, fetch), np.where(coming, 0.0, room)
+        for to in self._coming.get(digest, ()):
+            copy[to] = fetch[to] = room[to] = 0.0
+        return copy, fetch, room
 
     def shift(self, brief: RequestBrief, source: int, to: int) -> None:
         """The request moves."""
         t, tokens = self._t, float(brief.prompt_tokens)
-        self._coming.add((brief.adapter_digest, int(self.rows[to])))
+        self._coming.setdefault(brief.adapter_digest, []).append(to)
         for at, sign in ((source, -1.0), (to, 1.0)):
             t["exists"][at] += sign
             t["queued"][at] += sign
@@ -245,7 +251,7 @@ class _Queues:
         """Workers where a request waits for longer than its objective."""
         return sum(
             any(0 < one.ttft_slo_ms < waits[at] for one in _movable(self._state, self._state.ids[row], ()))
-            for at, row in enumerate(self.rows.tolist())
+            for at, row in ((at, int(self.rows[at])) for at in np.argsort(-waits, kind="stable")[:LONGEST].tolist())
             if waits[at] > 0
         )
 

@@ -87,7 +87,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(
             description="whether requests move from workers with long queues to others; one of the schedulers plans. auto:"
             " waiting requests, where they are predicted to run sooner, while that comes true; on: running requests as well,"
-            " and adapters are placed by demand (1% fewer requests in time at 1.3 times the capacity)"
+            " and adapters are placed by demand"
         ),
     ] = "auto"
     kv_travel: Annotated[

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 
 import msgspec
+import pytest
 
 from motet.policies.cluster.migration_plan import Moved, Plan
 from motet.services.scheduler import rebalancer
@@ -33,7 +34,8 @@ async def moves(bus) -> list[Move]:
     return heard
 
 
-async def test_a_queue_moves_to_an_idle_worker(bus, schedule, hire):
+@pytest.mark.parametrize("rebalance", ["auto", "on"])
+async def test_a_queue_moves_to_an_idle_worker(bus, schedule, hire, rebalance):
     heard = await moves(bus)
 
     def busy(worker) -> None:
@@ -41,9 +43,11 @@ async def test_a_queue_moves_to_an_idle_worker(bus, schedule, hire):
 
     await hire("w1", limits=LIMITS, prepare=busy)
     await hire("w2", limits=LIMITS)
-    await schedule(rebalance="on")
-    await eventually(lambda: len(heard) >= 5)
+    await schedule(rebalance=rebalance)
+    await eventually(lambda: len(heard) >= (4 if rebalance == "auto" else 5))
     assert {move.to for move in heard} == {"w2"}
+    status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)
+    assert status.rebalance.state == ("waiting" if rebalance == "auto" else "on"), "no moved request has run yet"
     assert max(Counter(move.request_id for move in heard).values()) == 1, "nothing moves twice in a row"
     assert all(move.epoch == int(move.request_id[1:]) % 3 for move in heard)
 
@@ -61,7 +65,7 @@ async def test_blocks_travel_with_running_requests_unless_kv_travel_is_off(bus, 
     await hire("w2", limits=limits, perf=perf)
     plan = Plan(moves=tuple(Moved(name, "", "w1", "w2") for name in ("runs", "waits")))
     for kv_travel in ("on", "off"):
-        service = await schedule(kv_travel=kv_travel)
+        service = await schedule(rebalance="on", kv_travel=kv_travel)
         await knows(service, "w1", "w2")
         sent = {move.request_id: move.kv for move in service.rebalancer.messages(plan)}
         assert sent == {"runs": kv_travel == "on", "waits": False}
@@ -75,7 +79,7 @@ async def test_nothing_moves_while_rebalancing_is_off(bus, schedule, hire):
 
     await hire("w1", limits=LIMITS, prepare=busy)
     await hire("w2", limits=LIMITS)
-    await schedule()
+    await schedule(rebalance="off")
     await asyncio.sleep(1.0)  # time: a plan would have been made by then
     assert not heard
 
@@ -140,10 +144,11 @@ async def test_a_dry_run_says_what_would_move_and_moves_nothing(bus, schedule, h
 
     await hire("w1", limits=LIMITS, prepare=busy)
     await hire("w2", limits=LIMITS)
-    service = await schedule()
+    service = await schedule(rebalance="off")
     await knows(service, "w1", "w2")
     status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(plan=True), StatusReply, timeout_s=15)
     (plan,) = status.plans
     assert plan.base_model == LIMITS.base_model and plan.most_wait_ms > plan.least_wait_ms == 0
     assert plan.after_ms < plan.before_ms and {move.to for move in plan.moves} == {"w2"}
+    assert status.rebalance is None
     assert not heard and not (await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)).plans
