@@ -195,8 +195,6 @@ class LateLast(Generic[S]):
         """Count the turns. Should it be preempted, it waits in its first place."""
         one = self._waiting.get(seq.order)
         self._turns = 0 if not self.late or (one is not None and one.late) else self._turns + 1
-        if one is not None:
-            seq.due_s = one.due_s
         self.left(seq)
         if self.late and self._turns >= TURN:
             self._turns = 0
@@ -206,9 +204,11 @@ class LateLast(Generic[S]):
         """A preempted request waits in its place."""
 
     def left(self, seq: S) -> None:
-        """The request has ended."""
+        """The request has ended. Should another worker get it, it takes its first place along."""
         one = self._waiting.pop(seq.order, None)
-        self.late -= one is not None and one.late
+        if one is not None:
+            seq.due_s = one.due_s
+            self.late -= one.late
         if seq.order == self._turn_of:
             self._turn_of = None
 
