@@ -84,7 +84,7 @@ def linked() -> WorkerSpec:
 def test_blocks_that_travel_save_prefills_and_lose_nothing() -> None:
     load = workload(seconds=10.0, rate=8.0)
     stays = BalanceSpec(config=replace(EAGER.config, kv_travel=False))
-    off = run(load, linked(), scheduler=replace(FIRST, kv_travel=False), balance=stays)
+    off = run(load, linked(), scheduler=msgspec.structs.replace(FIRST, kv_travel=False), balance=stays)
     on = run(load, linked(), scheduler=FIRST, balance=EAGER)
     assert on.metrics.kv_travels > 5 and not off.metrics.kv_travels
     assert on.summary()["finished"] == len(load)
