@@ -6,6 +6,9 @@ every seat taken all the time; where a load shows more goodput, that counts for 
 their first token here, so that a run ends soon. Twice: with admission by objective and with admission by room. Then five
 tenants share half the capacity with and without a sixth that sends 20 times what one of them sends.
 
+The share of the peak that is kept at the largest load is the median of pairs: that load and the one with the most goodput, in
+turns.
+
 Goodput counts the requests that ended inside their objectives within the measured part of a run, per second. Attainment is of
 all requests that were sent in that part, refused ones included. The engine computes on one core: with both of two it would
 share them with the gateway, the broker and the client, whose work grows with the load, and lose speed for that reason alone.
@@ -25,6 +28,7 @@ from bench.rig.arrivals import poisson_within
 from bench.rig.mesh import demo_mesh
 from bench.rig.percentiles import quantile
 from bench.rig.requests import PATIENT, Asking, Kind, Request, play, served_per_s
+from bench.watch import Watch
 from motet.examples.demo import BASE, DEMO
 
 KINDS = (
@@ -36,6 +40,7 @@ LOADS = (0.5, 1.0, 1.5, 2.0, 3.0)
 SEATS = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 48, 192
 SECONDS, WARM_S = 18.0, 4.0
+PAIRS = 4
 QUIET, LOUD = ("a", "b", "c", "d", "e"), "loud"
 QUIET_LOAD, TIMES = 0.5, 20.0  # of the capacity, all of them; what the loud one sends, in shares of a quiet one
 
@@ -48,6 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     refusals: list[Request] = []
     tenants: dict[str, float] = {}
+    pairs: list[float] = []
     vocabulary = json.loads((DEMO / "model" / "config.json").read_text())["vocab_size"]
     keys = "".join(f"key-{tenant} {tenant}\n" for tenant in (*QUIET, LOUD))
     models = (BASE, "upper-case", "reverse", "rot13")
@@ -69,11 +75,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 print(json.dumps(rows[-1]), flush=True)
                 if admission == "objective":
                     refusals += [request for request in requests if request.status == 429]
+            if admission == "objective" and not args.quick:
+                pairs = _pairs(args.watch, port, asking, rows, capacity, seconds, warm_s)
             if admission == "objective":
                 tenants = _tenants(port, asking, capacity, seconds, warm_s)
                 print(json.dumps(tenants), flush=True)
     print(_table(rows, capacity))
-    return _figures(rows, refusals, tenants, capacity)
+    print(f"goodput at {LOADS[-1]:g} x over that at its peak, in pairs: {pairs}")
+    return _figures(rows, refusals, tenants, capacity, pairs)
+
+
+def _pairs(
+    watch: Watch, port: int, asking: Asking, rows: Sequence[dict[str, Any]], capacity: float, seconds: float, warm_s: float
+) -> list[float]:
+    """Goodput at the largest load over that at the load with the most, in turns: a machine's speed moves between runs."""
+    peak = max(rows, key=lambda row: row["goodput_per_s"])["load"]
+    found = []
+    for number in watch.rounds(PAIRS, "pairs of peak and most load"):
+        loads = (peak, LOADS[-1]) if number % 2 else (LOADS[-1], peak)
+        good = {}
+        for load in loads:
+            requests = asking.mixed(
+                poisson_within(seconds, load * capacity, seed=50 + number), KINDS, QUIET[0], seed=60 + number
+            )
+            play(port, requests)
+            good[load] = measures(requests, warm_s, seconds)["goodput_per_s"]
+        found.append(round(good[LOADS[-1]] / max(good[peak], 1e-9), 4))
+    return found
 
 
 def _capacity(port: int, asking: Asking, turns: int) -> float:
@@ -150,7 +178,7 @@ def _table(rows: Sequence[dict[str, Any]], capacity: float) -> str:
 
 
 def _figures(
-    rows: list[dict[str, Any]], refusals: Sequence[Request], tenants: dict[str, float], capacity: float
+    rows: list[dict[str, Any]], refusals: Sequence[Request], tenants: dict[str, float], capacity: float, pairs: Sequence[float]
 ) -> dict[str, Any]:
     def vs_peak(admission: str) -> float:
         own = [row for row in rows if row["admission"] == admission] or rows
@@ -158,7 +186,9 @@ def _figures(
 
     at_most = max((row for row in rows if row["admission"] == "objective"), key=lambda row: row["load"])
     return {
-        "goodput_at_3x_vs_peak": vs_peak("objective"),
+        "goodput_at_3x_vs_peak": round(statistics.median(pairs), 4) if pairs else vs_peak("objective"),
+        "goodput_at_3x_vs_peak_in_pairs": list(pairs),
+        "goodput_at_3x_vs_peak_of_the_table": vs_peak("objective"),
         "refusal_p99_ms": _refusal_ms(refusals, 0.99),
         "interactive_attainment_at_3x": at_most["interactive_attainment"],
         "other_tenants_attainment_loss": round(tenants["quiet_alone"] - tenants["quiet_beside_loud"], 4),
