@@ -124,8 +124,8 @@ class BatchConfig(Config, frozen=True, kw_only=True):
         Meta(
             description="order of waiting requests: fcfs (by priority, TTFT objective and arrival), auto (the same, but late"
             " requests let those go first that can still be in time: 13% more in time at 1.3 times the capacity), motet (also"
-            " by size, recent service of the tenant and the adapter, and whether the adapter is in use: 12% fewer in time), or one"
-            " that --plugins adds",
+            " by size, recent service of the tenant and the adapter, and whether the adapter is in use: 12% fewer in time), or"
+            " one that --plugins adds",
             extra=EXPERT,
         ),
     ] = "auto"
