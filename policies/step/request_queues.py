@@ -158,10 +158,14 @@ class PutOff(Generic[S]):
 
 @dataclass
 class _Waiting:
-    """A request that has not begun. `look_s`: when it is late, or, if it is already, when it has to be put off again."""
+    """A request that has not begun, due at `due_s` at first, and late from `late_s` on.
+
+    `look_s`: when it is late, or, if it is already, when it has to be put off again.
+    """
 
     slo_s: float
     due_s: float
+    late_s: float
     look_s: float
     late: bool = False
 
@@ -188,8 +192,9 @@ class LateLast(Generic[S]):
         """Remember when the request will be late."""
         if seq.due_s > now_s:
             slo_s = (seq.due_s - now_s) / PATIENCE
-            self._waiting[seq.order] = one = _Waiting(slo_s, seq.due_s, now_s + IN_TIME * slo_s)
-            self._next_s = min(self._next_s, one.look_s)
+            late_s = now_s + IN_TIME * slo_s
+            self._waiting[seq.order] = _Waiting(slo_s, seq.due_s, late_s, late_s)
+            self._next_s = min(self._next_s, late_s)
 
     def began(self, seq: S, now_s: float) -> None:
         """Count the turns. Should it be preempted, it waits in its first place."""
@@ -234,8 +239,7 @@ class LateLast(Generic[S]):
                 continue
             self.late += not one.late
             one.late, each_s = True, PATIENCE * one.slo_s
-            while one.look_s <= now_s:
-                one.look_s += each_s
+            one.look_s = one.late_s + ((now_s - one.late_s) // each_s + 1.0) * each_s
             self._place(state, seq, one.look_s + each_s)
         self._next_s = min([one.look_s for one in self._waiting.values()], default=inf)
 

@@ -131,3 +131,10 @@ def test_a_late_request_stays_behind_those_in_time_however_long_it_waits(world: 
         in_time = world.arrives(float(now_s))
         assert world.begins(now_s + 0.5) is in_time
     assert late in world.core.state.waiting
+
+
+@pytest.mark.timeout(10)
+def test_an_objective_far_below_a_step_costs_no_more_work_than_another(world: World) -> None:
+    hopeless = world.arrives(100_000.0, ttft_slo_ms=1e-5)
+    in_time = world.arrives(100_099.5, ttft_slo_ms=1000.0)
+    assert [world.begins(100_100.0) for _ in range(2)] == [hopeless, in_time]
