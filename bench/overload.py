@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 tenants = _tenants(port, asking, capacity, seconds, warm_s)
                 print(json.dumps(tenants), flush=True)
     print(_table(rows, capacity))
-    print(f"goodput at {LOADS[-1]:g} x over that at its peak, in pairs: {pairs}")
+    if pairs:
+        print(f"goodput at {LOADS[-1]:g} x over that at its peak, in pairs: {pairs}")
     return _figures(rows, refusals, tenants, capacity, pairs)
 
 

@@ -1,4 +1,4 @@
-"""What a prompt finds on each worker: the tokens that it need not compute there, because it has them or fetches them.
+"""How many tokens of a prompt each worker need not compute, because it has their KV blocks cached or fetches them.
 
     cached     the tokens whose KV blocks the worker has in its prefix cache
     spared     these, and those that it fetches from a worker that has more of the prompt (the *lender*)

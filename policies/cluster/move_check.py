@@ -67,7 +67,7 @@ class MoveCheck:
             self._followed[request_id] = _Followed(worker_id, now_s, wait_ms / self.longer, False)
 
     def moved(self, request_id: str, to: str, now_s: float, waits_ms: tuple[float, float]) -> None:
-        """The request moves. `waits_ms`: what it was predicted to wait without that, and with it."""
+        """The request moves. `waits_ms`: its predicted wait on the worker that it leaves, and on the worker where it goes."""
         self._followed.pop(request_id, None)
         if len(self._followed) < FOLLOWED:
             self._followed[request_id] = _Followed(to, now_s, waits_ms[0], True)

@@ -2,8 +2,8 @@
 
     ClusterState -> predicted waits of all queues -> the last of the longest queue goes where it waits less -> and again
 
-A request that waits has no KV and no token yet. So its move costs others only what it would cost them where it is, its prefill,
-and its adapter where that has to be copied first. What it costs the request itself is counted, too:
+A request that waits has no KV blocks and no token yet. So a move costs other requests only a prefill, as on the old worker, and
+the copy of its adapter if the new worker lacks it. What a move costs the request itself is counted, too:
 
     here   = room + the queue's prefill                      (`shared_cost`: the time until it has a seat and KV memory)
     there  = the same on the other worker, behind its queue, its adapter's memory included, + the adapter's copy and fetch
