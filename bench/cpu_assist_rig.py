@@ -68,6 +68,15 @@ class Answered:
         return (self.times_s[-1] - self.times_s[0]) * 1e3 / max(1, len(self.times_s) - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step: its milliseconds, those of its parts, and the prompt tokens that it computed."""
+
+    took_ms: float
+    parts_ms: dict[str, float]
+    prefill_tokens: int
+
+
 class Files:
     """A model and adapters of some ranks in the form of a worker's disk. A context manager."""
 
@@ -111,6 +120,7 @@ class EngineRig:
         self._engine, self._times, self._adapter = engine, times, adapter
         self.link_bytes = 0
         self.modes: dict[str, int] = {}
+        self.ran: list[Ran] = []  # steps of the last `serve`
         self._warm_up(ranks, warm_prompts)
 
     def __enter__(self) -> Self:
@@ -129,7 +139,7 @@ class EngineRig:
         for adapter in adapters if way == "cached" else adapters[len(asked) :]:
             self._engine.load_adapter(adapter)
         self._drain()
-        self.link_bytes, self.modes = 0, {}
+        self.link_bytes, self.modes, self.ran = 0, {}, []
         answers = self._run([*asked, *beside], adapters)
         for adapter in adapters:
             self._engine.unload_adapter(adapter.digest)
@@ -171,6 +181,8 @@ class EngineRig:
         stats = output.stats
         if stats.sampled:
             stats.time_ms = (now_s() - began) * 1000
+            parts_ms = {part: 1000 * s for part, s in self._engine.clock.laps.items()}
+            self.ran.append(Ran(stats.time_ms, parts_ms, stats.prefill_tokens))
             self._times.observe(stats)
         if stats.copies is not None:
             self.link_bytes += stats.copies.link_bytes

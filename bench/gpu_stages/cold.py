@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from bench import cpu_assist_parts
-from bench.cpu_assist_rig import WARM_PROMPTS, WAYS, Answered, Asked, EngineRig
+from bench.cpu_assist_rig import WARM_PROMPTS, WAYS, Answered, Asked, EngineRig, Ran
 from bench.gpu_stages.bed import Bed, scratch, timed_s
 from bench.gpu_stages.layers import DTYPE, Layers
 from bench.gpu_stages.results import Line, Point
-from bench.gpu_stages.serving import Served
+from bench.gpu_stages.serving import PARTS, Served
 from bench.gpu_stages.shapes import another, host_adapter, projections
 from bench.models import prompts
 from motet.kernels import GROUPS, LoraPool
@@ -110,13 +110,15 @@ class Cold:
         beside = [Asked(0.0, prompts(1, 16, seed=100 + i)[0], steps) for i in range(decoding)]
         found: Line = {"arrivals": arrivals, "decoding": decoding, "rank": self._rank}
         rounds: dict[str, list[Line]] = {way: [] for way in WAYS}
+        seen: dict[str, Line] = {}  # of the last round
         for _ in range(bed.pick(2, 1)):
             for way in WAYS:
                 answers = rig.serve(asked, self._rank, way, beside)
-                rounds[way].append(_times(answers[:arrivals], answers[arrivals:]) | {"modes": rig.modes})
+                rounds[way].append(_times(answers[:arrivals], answers[arrivals:]))
+                seen[way] = {"modes": rig.modes, "prompt_steps": _parts([one for one in rig.ran if one.prefill_tokens])}
+                seen[way]["decode_steps"] = _parts([one for one in rig.ran if not one.prefill_tokens])
         for way, ones in rounds.items():
-            figures = [name for name in ones[0] if name != "modes"]
-            found[way] = {name: statistics.median(one[name] for one in ones) for name in figures} | {"modes": ones[-1]["modes"]}
+            found[way] = {name: statistics.median(one[name] for one in ones) for name in ones[0]} | seen[way]
         return found
 
     def _round_trips(self) -> Line:
@@ -177,6 +179,17 @@ def _times(newcomers: Sequence[Answered], others: Sequence[Answered]) -> Line:
     ttft_ms = [one.ttft_ms for one in newcomers]
     line: Line = {"ttft_ms": statistics.fmean(ttft_ms), "ttft_worst_ms": max(ttft_ms), **quantiles}
     return line | {"gap_worst_ms": float(gaps.max()), "gap_mean_ms": float(gaps.mean())}
+
+
+def _parts(steps: Sequence[Ran]) -> Line:
+    """Medians of steps and of their parts, and the slowest step."""
+    if not steps:
+        return {"steps": 0}
+    parts = {f"{part}_ms": statistics.median(one.parts_ms.get(part, 0.0) for one in steps) for part in PARTS}
+    slowest = max(steps, key=lambda one: one.took_ms)
+    line: Line = {"steps": len(steps), "took_ms": statistics.median(one.took_ms for one in steps), **parts}
+    line["tokens"] = statistics.median(one.prefill_tokens for one in steps)
+    return line | {"slowest_ms": slowest.took_ms, "slowest_parts_ms": slowest.parts_ms}
 
 
 def _wait_for(assist: CpuAssist, processes: int) -> None:

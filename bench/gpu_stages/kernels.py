@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import re
 import statistics
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from torch.autograd import DeviceType
@@ -21,7 +24,10 @@ from motet.shared.clock import now_s
 from motet.shared.model import SamplingParams
 
 MODEL = "Llama-3.1-8B"
-LOADS = [(32, 32), (256, 32), (32, 0), (8, 8)]
+LOADS = [(32, 32), (32, 0), (256, 1), (256, 32), (8, 8)]
+BESIDE = 16  # requests that decode while prompts come
+PROMPT_TOKENS = 90  # of the first of those prompts; each is a token longer than the one before
+FUNCTIONS = 40  # shown of the host's profile
 STEPS = 12
 SHOWN = 30  # kernels
 KINDS = {
@@ -39,38 +45,90 @@ class Kernels:
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
         self._directory = scratch()
-        self._served: Served | None = None
 
     def points(self) -> list[Point]:
         loads = self._bed.pick(LOADS, [(2, 2)])
-        return [Point(f"{r} requests, {a} adapters", partial(self._profile, r, a), 150.0) for r, a in loads]
+        found = [Point(f"{r} requests, {a} adapters", partial(self._profile, r, a), 150.0) for r, a in loads]
+        prompt = [Point(f"a prompt beside {BESIDE} requests", self._beside, 150.0)]
+        return [*found[:2], *prompt, *found[2:]]
+
+    @cached_property
+    def _served(self) -> Served:
+        bed = self._bed
+        ranks = [RANKS[i % len(RANKS)] for i in range(bed.pick(32, 4))]
+        return Served(bed, MODEL, self._directory, ranks=ranks, requests=bed.pick(256, BESIDE + 2))
 
     def _profile(self, requests: int, adapters: int) -> Line:
-        bed, steps = self._bed, self._bed.pick(STEPS, 2)
-        if self._served is None:
-            most = bed.pick(256, 4)
-            ranks = [RANKS[i % len(RANKS)] for i in range(bed.pick(32, 4))]
-            self._served = Served(bed, MODEL, self._directory, ranks=ranks, requests=most)
-        served = self._served
-        served.load(adapters)
+        bed, served, steps = self._bed, self._served, self._bed.pick(STEPS, 2)
         prompt, output = bed.pick((PROMPT, OUTPUT), (8, 12))
-        served.lap(requests, adapters, prompt=prompt, output=4)
-        now = now_s()
-        for i, tokens in enumerate(prompts(requests, prompt, seed=1)):
-            sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-            adapter = served.adapters[i % adapters] if adapters else None
-            request = EngineRequest.local(f"{i}", tokens, sampling, weights=adapter, gateway_id="g", arrival_s=now)
-            served.engine.add(request, now)
-        while served.step().decode_rows < requests:
-            pass
+        self._decoding(requests, adapters, prompt, output)
         plain = [_timed_ms(served) for _ in range(steps)]
-        activities = [ProfilerActivity.CPU] if bed.dry else [ProfilerActivity.CUDA]
-        with profile(activities=activities) as seen:
+        with self._profiler() as seen:
             contexts = [served.step().context_tokens for _ in range(steps)]
             bed.synchronize()
-        while served.engine.has_work():
-            served.step()
+        self._drain()
         return self._line(seen, requests, adapters, steps, statistics.median(plain), contexts[steps // 2])
+
+    def _beside(self) -> Line:
+        """Steps that compute a prompt of an adapter of its own beside requests that decode: on the device, and on the host."""
+        bed, served, steps = self._bed, self._served, self._bed.pick(STEPS, 2)
+        adapters = bed.pick(BESIDE, 2)
+        self._decoding(BESIDE, adapters, *bed.pick((PROMPT, 4 * OUTPUT), (8, 60)))
+        served.load(len(served.adapters))
+        new = [self._prompt_step(i)["took_ms"] for i in range(steps)]  # each length for the first time
+        plain = [self._prompt_step(i) for i in range(steps)]
+        with self._profiler() as seen:
+            for i in range(steps):
+                self._prompt_step(i)
+            bed.synchronize()
+        host = cProfile.Profile()
+        for i in range(steps):
+            self._prompt_step(i, host)
+        self._drain()
+        middle = sorted(plain, key=lambda one: one["took_ms"])[steps // 2]
+        line = self._line(seen, BESIDE + 1, adapters + 1, steps, middle["took_ms"], 0)
+        line |= {"parts_ms": middle, "new_ms": new, "each_ms": [one["took_ms"] for one in plain]}
+        return line | {"functions": _functions(host, steps)}
+
+    def _prompt_step(self, number: int, host: cProfile.Profile | None = None) -> dict[str, float]:
+        """Add a prompt and compute it in one step, then two steps without. Returns the milliseconds of the step's parts."""
+        served, bed = self._served, self._bed
+        tokens = prompts(1, bed.pick(PROMPT_TOKENS, 8) + number, seed=number)[0]
+        self._add(f"p{number}", tokens, len(served.adapters) - 1 - number % bed.pick(8, 2), 2)
+        bed.synchronize()
+        if host is not None:
+            host.enable()
+        took_ms = _timed_ms(served)
+        if host is not None:
+            host.disable()
+        parts = {part: 1e3 * s for part, s in served.engine.clock.laps.items()}
+        served.step()
+        served.step()
+        return {"took_ms": took_ms, **parts}
+
+    def _decoding(self, requests: int, adapters: int, prompt: int, output: int) -> None:
+        """Bring this many requests to where all of them decode."""
+        served = self._served
+        served.load(adapters)
+        served.lap(requests, adapters, prompt=prompt, output=4)
+        for i, tokens in enumerate(prompts(requests, prompt, seed=1)):
+            self._add(f"{i}", tokens, i % adapters if adapters else None, output)
+        while served.step().decode_rows < requests:
+            pass
+
+    def _add(self, name: str, tokens: list[int], adapter: int | None, output: int) -> None:
+        served, now = self._served, now_s()
+        weights = None if adapter is None else served.adapters[adapter]
+        sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        request = EngineRequest.local(name, tokens, sampling, weights=weights, gateway_id="g", arrival_s=now)
+        served.engine.add(request, now)
+
+    def _drain(self) -> None:
+        while self._served.engine.has_work():
+            self._served.step()
+
+    def _profiler(self) -> Any:
+        return profile(activities=[ProfilerActivity.CPU] if self._bed.dry else [ProfilerActivity.CUDA])
 
     def _line(self, seen: Any, requests: int, adapters: int, steps: int, step_ms: float, contexts: int) -> Line:
         """Microseconds of a step."""
@@ -92,7 +150,6 @@ class Kernels:
         return line | {"kernels": table}
 
     def _floors(self, adapters: int, contexts: int) -> Line:
-        assert self._served is not None, "it has served"
         config, read_gb_s = self._served.config, self._bed.read_gb_s
         ranks = [RANKS[i % len(RANKS)] for i in range(adapters)]
         lora = config.num_layers * adapter_bytes(config.projection_shapes(), ranks, 2)
@@ -106,6 +163,22 @@ def _timed_ms(served: Served) -> float:
     began_s = now_s()
     served.step()
     return 1e3 * (now_s() - began_s)
+
+
+def _functions(host: cProfile.Profile, steps: int) -> list[Line]:
+    """Python functions of the host by their own time, microseconds of a step. Profiling makes calls about twice as slow."""
+    stats: Any = pstats.Stats(host).stats  # type: ignore[attr-defined]
+    rows = [(own_s, every_s, calls, where) for where, (_, calls, own_s, every_s, _) in stats.items()]
+    rows.sort(reverse=True)
+    return [
+        {
+            "function": f"{Path(file).name}:{line} {name}",
+            "calls": calls / steps,
+            "own_us": round(1e6 * own_s / steps, 1),
+            "all_us": round(1e6 * every_s / steps, 1),
+        }
+        for own_s, every_s, calls, (file, line, name) in rows[:FUNCTIONS]
+    ]
 
 
 def _kind(name: str) -> str:

@@ -107,7 +107,7 @@ class Plans:
 
     def _tests(self) -> Line:
         files = [f"tests/kernels/{name}.py" for name in TESTS] + ["tests/services/worker/test_decode_graphs.py"]
-        options = ["-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "--timeout", "100"]
+        options = ["-q", "-n", "8", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "--timeout", "100"]
         arguments = self._bed.pick([*files, *options], ["--version"])
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=230

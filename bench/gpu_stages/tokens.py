@@ -7,6 +7,7 @@ are as near to fp32's as those of transformers in bf16.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import time
@@ -25,12 +26,15 @@ from bench.gpu_stages.results import Line, Point
 from bench.stored_adapters import stored_adapter
 from motet.examples.demo import DEMO
 from motet.policies.step.cold_start import ColdStartName
+from motet.policies.step.merge_decision import MergeCosts, Merging
+from motet.policies.step.merged_copy import MERGE
 from motet.services.worker.engines.adapter_weights import HostAdapter
-from motet.services.worker.engines.request import EngineLimits, EngineRequest
+from motet.services.worker.engines.request import EngineLimits, EngineRequest, StepOutput
 from motet.services.worker.native.backend import BackendOptions
 from motet.services.worker.native.backends import open_backend
 from motet.services.worker.native.decode_graphs import DecodeBuffers, DecodeGraphs
 from motet.services.worker.native.engine import Engine
+from motet.services.worker.native.merged_model import MergedModel
 from motet.services.worker.native.model import Model
 from motet.services.worker.native.runner import ModelRunner
 from motet.services.worker.native.step_batch import StepBatch
@@ -42,6 +46,9 @@ BLOCK = 8
 TIE = 1e-3  # two logits as near as this may change places between two ways of computing them
 LINK = 5e6  # bytes per second: adapters of some 100 KB are on their way for many steps
 PROCESS_S = 30.0  # for CPU LoRA processes to start
+MERGED_REQUESTS, MERGED_ROUNDS = 6, 12
+MERGING_PAYS = MergeCosts(switch_ms=0.0, step_ms=1.0, row_ms=0.0, lora=1.0)
+"""With measured times, merging depends on noise in a model as small as the demo's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,7 @@ class Tokens:
         }
         found = [Point(f"tokens, {name}", partial(self._compare, **options), 150.0) for name, options in kinds.items()]
         found[2:2] = [Point("logits in bf16", self._logits, 150.0)]
+        found.append(Point("tokens, merged", self._merged, 150.0))
         return found
 
     @cached_property
@@ -130,6 +138,45 @@ class Tokens:
             and (not assist or rows.by_processes)
         )
         return line | {"good": bool(met and not different)}
+
+    def _merged(self) -> Line:
+        """Requests of one adapter while it is merged into a copy of the weights, and after it has been."""
+        adapter = self._names[0]
+        draw = random.Random(1)
+        wanted = []
+        for _ in range(MERGED_REQUESTS):
+            prompt = [draw.randrange(3, 288) for _ in range(draw.randint(4, 40))]
+            wanted.append(Wanted(prompt, adapter, *self._oracle.greedy(prompt, self._count, adapter)))
+        runner = _runner(self._bed, 2000, 32 << 20, 20, elastic=True, merge=True)
+        recorded = _graphs(self._bed, runner)
+        assert isinstance(runner.merged, MergedModel), "the torch model merges"
+        runner.merged.dropped = recorded.forget_merged
+        limits = EngineLimits(max_running=64, block_size=BLOCK, kv_blocks=2000)
+        decides = WorkerOptions(max_step_tokens=256, max_loras=20, merge="on", prefix_cache=False)
+        engine = Engine(runner, limits, decides, merging=dataclasses.replace(MERGE, decrement=0.0, multiply=1.0))
+        copy, modes = engine.core.copy, engine.core.modes
+        assert copy is not None and isinstance(modes, Merging), "it merges"
+        modes.costs, copy.weigh = MERGING_PAYS, lambda running: None  # type: ignore[method-assign]
+        weights = {adapter: _host(adapter, runner)}
+        steps: list[bool] = []
+        step = engine.step
+
+        def noted(now_s: float) -> StepOutput:
+            output = step(now_s)
+            steps.append(output.stats.merging is not None and bool(output.stats.merging.merged))
+            return output
+
+        engine.step = noted  # type: ignore[method-assign]
+        try:
+            rounds = [_serve(engine, wanted, weights, resume=False)[0] for _ in range(MERGED_ROUNDS)]
+        finally:
+            engine.close()
+        found = [_differences(wanted, outputs) for outputs in rounds]
+        different = [text for texts, _ in found for text in texts]
+        line: Line = {"requests": len(wanted) * len(rounds), "steps": len(steps), "merged_steps": sum(steps)}
+        line |= {"different": different, "near_ties": sum(ties for _, ties in found)}
+        line["graphs"] = sum(key[2] for key in recorded.captured)
+        return line | {"good": bool(0 < sum(steps) < len(steps) and line["graphs"] and not different)}
 
     def _logits(self) -> Line:
         """Relative error of all logits of prompts, compared with fp32. `graphs`: the same for decode steps in CUDA graphs."""
