@@ -21,7 +21,7 @@ VLLM_MOTET_STAMP := $(VLLM_VENV)/.installed-motet
 LLAMA_VENV := .venv-llama
 LLAMA_STAMP := $(LLAMA_VENV)/.installed
 
-.PHONY: help setup serve test vllm test-vllm chaos fuzz soak parity mutants first-hour demo check format sanitize bench-quick bench-peers gpu-bundle triton-other compose-secrets compose-test lock clean
+.PHONY: help setup serve test vllm test-vllm chaos fuzz soak parity mutants first-hour demo check format sanitize bench-quick bench-peers gpu-bundle gpu-peers triton-other compose-secrets compose-test lock clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -145,6 +145,9 @@ test-vllm: $(VLLM_MOTET_STAMP) ## test vLLM as an engine, in an environment that
 
 gpu-bundle: $(RUN_STAMP) ## wheels for a machine that has a GPU and PyTorch but no network (docs/gpu.md)
 	@$(BIN)/python .ci/gpu_bundle.py
+
+gpu-peers: $(RUN_STAMP) ## the LoRA kernels of vLLM and SGLang, which `python -m bench gpu --stage 8` measures (docs/gpu.md)
+	@$(BIN)/python .ci/gpu_peers.py
 
 # What PyTorch 2.11 brings; tests/kernels/test_triton_compiled.py takes every build/triton-* beside the pinned one.
 OTHER_TRITON = 3.6.0

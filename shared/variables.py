@@ -34,6 +34,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "MOTET_TEST_VLLM": "set by `make test-vllm`: the engine suite runs on vLLM instead of the native engine",
         "MOTET_LLAMA_PYTHON": "Python of an environment with llama-cpp-python and gguf, for `bench engine`",
         "MOTET_VLLM_PYTHON": "Python of an environment with vLLM, for benches that compare with it",
+        "MOTET_PEERS": "directory of the kernels that `make gpu-peers` unpacks, for `bench gpu`; default `build/peers`",
         "MOTET_BENCH_PACE": "how long the steps of a worker take that runs under `python -m bench.paced`, as JSON",
         "MOTET_BENCH_SEED_ENDS": "1: answers of such a worker have as many tokens as their request's seed says",
         "MOTET_DATA": "directory of traces for `python -m bench cluster` and `cluster_live`",

@@ -85,6 +85,21 @@ def _kernels(lines: Sequence[Line]) -> Figures:
     return {name: _rounded(line[name]) if line else None for name in ("busy_fraction", "lora_share", "attention_share")}
 
 
+def _peers(lines: Sequence[Line]) -> Figures:
+    """What LoRA adds with Motet's best way, as a share of what it adds with each other's best, by load and at worst."""
+    found: Figures = {}
+    for peer in ("vllm", "sglang"):
+        ratios = {}
+        for line in lines:
+            ours = [line[name] for name in OURS if name in line]
+            theirs = [value for name, value in line.items() if name.startswith(peer)]
+            if ours and theirs:
+                rows = "" if line["rows"] == line["adapters"] else f"{line['rows']}_"
+                ratios[f"vs_{peer}_{rows}{line['adapters']}_{line['ranks']}"] = _rounded(min(ours) / min(theirs))
+        found |= {f"worst_vs_{peer}": max(ratios.values(), default=None)} | ratios
+    return found
+
+
 def _first(lines: Sequence[Line], **wanted: object) -> Line | None:
     return next((line for line in lines if all(line.get(key) == value for key, value in wanted.items())), None)
 
@@ -101,4 +116,5 @@ STAGES = {
     5: Stage("cold starts", _cold),
     6: Stage("models and twin", _fits),
     7: Stage("profile", _kernels),
+    8: Stage("peers", _peers),
 }

@@ -19,28 +19,37 @@ from motet.kernels.triton.lora import Beside
 Start = Callable[[int, str, torch.Tensor], object]
 Finish = Callable[[int, str, torch.Tensor, torch.Tensor], None]
 """(layer, group, x) before the base model's product, (layer, group, y, x) after it."""
+Base = Callable[[], torch.Tensor]
+Apply = Callable[[int, str, torch.Tensor, Base], torch.Tensor]
+"""(layer, group, x, base): the base model's product and LoRA, in whatever order. `base` computes y [rows, sum of out]."""
 DTYPE = torch.bfloat16
 
 
 class Layers:
     """Base weights of every layer, and a step over them."""
 
-    def __init__(self, shapes: dict[str, tuple[int, int]], layers: int, device: torch.device) -> None:
-        self.layers, self.device = layers, device
+    def __init__(
+        self, shapes: dict[str, tuple[int, int]], layers: int, device: torch.device, dtype: torch.dtype = DTYPE
+    ) -> None:
+        self.layers, self.device, self.dtype = layers, device, dtype
         self.shapes = {group: (shapes[modules[0]][0], sum(shapes[m][1] for m in modules)) for group, modules in GROUPS.items()}
         self._weights = [
-            {g: torch.randn(out, fan_in, dtype=DTYPE, device=device) for g, (fan_in, out) in self.shapes.items()}
+            {g: torch.randn(out, fan_in, dtype=dtype, device=device) for g, (fan_in, out) in self.shapes.items()}
             for _ in range(layers)
         ]
 
     @property
     def nbytes(self) -> int:
         """Bytes of one layer."""
-        return sum(fan_in * out for fan_in, out in self.shapes.values()) * DTYPE.itemsize
+        return sum(fan_in * out for fan_in, out in self.shapes.values()) * self.dtype.itemsize
 
     def inputs(self, rows: int) -> dict[str, torch.Tensor]:
         """Inputs of `rows` rows for every group."""
-        return {g: torch.randn(rows, fan_in, dtype=DTYPE, device=self.device) for g, (fan_in, _) in self.shapes.items()}
+        return {g: torch.randn(rows, fan_in, dtype=self.dtype, device=self.device) for g, (fan_in, _) in self.shapes.items()}
+
+    def product(self, layer: int, group: str, x: torch.Tensor) -> torch.Tensor:
+        """One matrix product of the base model: x [rows, in] to [rows, sum of out]."""
+        return torch.nn.functional.linear(x, self._weights[layer][group])
 
     def step(self, x: dict[str, torch.Tensor], before: Start | None = None, after: Finish | None = None) -> None:
         """Every matrix product once, in order."""
@@ -48,16 +57,30 @@ class Layers:
             for group in GROUPS:
                 if before is not None:
                     before(layer, group, x[group])
-                y = torch.nn.functional.linear(x[group], self._weights[layer][group])
+                y = self.product(layer, group, x[group])
                 if after is not None:
                     after(layer, group, y, x[group])
 
 
+def another_stream(stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
+    """`stream`, unless there is none or it is the current one: then a new one."""
+    while stream is None or stream == torch.cuda.current_stream():
+        stream = torch.cuda.Stream()
+    return stream
+
+
 def make_pool(
-    shapes: dict[str, tuple[int, int]], layers: int, *, slots: int, max_rank: int, nbytes: int, device: torch.device
+    shapes: dict[str, tuple[int, int]],
+    layers: int,
+    *,
+    slots: int,
+    max_rank: int,
+    nbytes: int,
+    device: torch.device,
+    dtype: torch.dtype = DTYPE,
 ) -> LoraPool:
     """A pool filled with random numbers."""
-    pool = LoraPool(shapes, layers=layers, slots=slots, max_rank=max_rank, bytes_total=nbytes, dtype=DTYPE, device=device)
+    pool = LoraPool(shapes, layers=layers, slots=slots, max_rank=max_rank, bytes_total=nbytes, dtype=dtype, device=device)
     pool.arena.normal_(std=0.02)
     return pool
 
@@ -73,6 +96,14 @@ def occupy(pool: LoraPool, ranks: Sequence[int]) -> None:
                 pool.table[slot, m, page] = pool._allocate(pool.page_lines[module])
                 pool.pages[slot, m] = page + 1
     pool.version += 1
+
+
+def matrices(pool: LoraPool, slot: int, layer: int, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [rank, in] and B [out, rank] of the adapter in a slot, whose rank is a multiple of PAGE_RANKS."""
+    m, fan_in, fan_out = MODULES.index(module), *pool.shapes[module]
+    lines = torch.from_numpy(pool.table[slot, m, : pool.pages[slot, m]]).to(pool.arena.device)
+    a, b = (pool.rows(layer, module, b=b).index_select(0, lines) for b in (False, True))
+    return a.view(-1, fan_in), b.view(-1, fan_out).T
 
 
 Way = Literal["after", "beside", "apart"]

@@ -40,4 +40,8 @@ def points(stage: int, bed: Bed) -> list[Point]:
         from bench.gpu_stages.kernels import Kernels
 
         return Kernels(bed).points()
+    if stage == 8:
+        from bench.gpu_stages.peers import Peers
+
+        return Peers(bed).points()
     raise ValueError(f"there is no stage {stage}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import gpu
+from bench.gpu_stages import peer_files
 from bench.gpu_stages.figures import STAGES
 from bench.gpu_stages.results import Point, Results
 from bench.gpu_stages.supervisor import supervise
@@ -135,8 +136,60 @@ def test_figures_are_read_off_the_lines_of_a_stage() -> None:
         "wrong": 1,
         "worst_error": 1e-3,
     }
+    peers = [
+        {
+            "rows": 32,
+            "adapters": 32,
+            "ranks": "mixed",
+            "apart": 6.0,
+            "after": 7.0,
+            "vllm": 12.0,
+            "vllm_dual": 10.0,
+            "sglang": 8.0,
+        },
+        {"rows": 256, "adapters": 1, "ranks": "64", "after": 5.0, "vllm": 4.0},
+    ]
+    assert STAGES[8].figures(peers) == {
+        "worst_vs_vllm": 1.25,
+        "vs_vllm_32_mixed": 0.6,
+        "vs_vllm_256_1_64": 1.25,
+        "worst_vs_sglang": 0.75,
+        "vs_sglang_32_mixed": 0.75,
+    }
     for stage in STAGES.values():
         assert set(stage.figures([])), "a stage without a line has figures, of nothing"
+
+
+def test_without_the_files_of_others_a_dry_run_of_their_stage_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOTET_PEERS", str(tmp_path))
+    monkeypatch.setenv("MOTET_KERNELS", "reference")
+    assert gpu.dry_run([8]) == {"stages": 1, "stages_failed": 0}
+    assert f"{tmp_path} is missing (`make gpu-peers`)" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match="make gpu-peers"):
+        peer_files.vllm()
+
+
+def test_files_of_others_are_loaded_with_stubs_and_leave_no_module_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTET_PEERS", str(tmp_path))
+    ops = tmp_path / "vllm/lora/ops/triton_ops"
+    ops.mkdir(parents=True)
+    texts = {
+        "utils": "from vllm import envs\nfrom vllm.utils.math_utils import next_power_of_2\nwide = next_power_of_2(33)\n",
+        "lora_shrink_op": "from vllm import envs\nfrom vllm.lora.ops.triton_ops.utils import wide\nlora_shrink = wide\n",
+        "lora_expand_op": "lora_expand = 2\n",
+        "lora_kernel_metadata": "LoRAKernelMeta = 3\n",
+    }
+    for name, text in texts.items():
+        (ops / f"{name}.py").write_text(text)
+    before = set(sys.modules)
+    found = peer_files.vllm()
+    assert (found.lora_shrink, found.lora_expand, found.LoRAKernelMeta) == (64, 2, 3)
+    assert found.envs is found.utils.envs and found.envs.VLLM_LORA_ENABLE_DUAL_STREAM is False
+    assert not {name for name in set(sys.modules) - before if name.startswith("vllm")}
 
 
 def test_what_the_bundle_brings_is_locked_with_its_hashes() -> None:
