@@ -24,7 +24,7 @@ import torch
 from bench.gpu_stages import peer_files
 from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.decode import LAYERS, MODEL, RANKS
-from bench.gpu_stages.layers import DTYPE, WAYS, Apply, Base, Layers, make_pool, matrices, occupy
+from bench.gpu_stages.layers import DTYPE, WAYS, Apply, Base, Layers, Way, make_pool, matrices, occupy
 from bench.gpu_stages.peer_sglang import Sglang
 from bench.gpu_stages.peer_vllm import Vllm
 from bench.gpu_stages.plans import TOLERANCE
@@ -32,6 +32,8 @@ from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import adapter_bytes, projections
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.triton import LoraBatch, add_lora, start_lora
+from motet.kernels.triton.batch import DECODE
+from motet.kernels.triton.lora import LaunchPlan
 
 POOL_BYTES = 12 << 30  # 32 adapters of rank 64, or 64 of mixed ranks, on all modules of all layers
 LOADS = [(32, 32, "mixed"), (256, 32, "mixed"), (256, 1, "64"), (8, 8, "mixed"), (1, 1, "64"), (64, 64, "mixed")]
@@ -56,7 +58,6 @@ class Batch:
     x: dict[str, torch.Tensor]  # {group: [rows, in]}
     base_us: float  # a layer without LoRA
     example: Example
-    apart: Apply  # what is compared in place of the way of this name, which leaves the sum to another operation
 
 
 class Peers:
@@ -100,7 +101,7 @@ class Peers:
         line: Line = {"rows": rows, "adapters": adapters, "ranks": ranks, "base": base_us}
         line["floor"] = adapter_bytes(self._shapes, own, 2) / bed.read_gb_s / 1e3
         line |= {"errors": {}, "worst_errors": {}, "wrong": []}
-        batch = Batch(x, base_us, _example(pool, row_slot, x), _motet(pool, row_slot, whole=True)["apart"])
+        batch = Batch(x, base_us, _example(pool, row_slot, x))
         makers: dict[str, Callable[[], Ways]] = {
             "motet": lambda: _motet(pool, row_slot),
             "sglang": lambda: Sglang(sglang, pool, own, row_slot).ways(),
@@ -119,7 +120,7 @@ class Peers:
     def _try_all(self, line: Line, batch: Batch, ways: Ways) -> None:
         for name, apply in ways.items():
             with _saying(line, name):
-                error = line["worst_errors"][name] = _worst_error(batch.apart if name == "apart" else apply, batch.example)
+                error = line["worst_errors"][name] = _worst_error(apply, batch.example)
                 if error < TOLERANCE[self._dtype]:
                     took_us = self._bed.replayed_us(partial(self._step, batch.x, apply))
                     line[name] = took_us / self._layers.layers - batch.base_us
@@ -141,19 +142,26 @@ def _saying(line: Line, name: str) -> Iterator[None]:
         line["errors"][name] = traceback.format_exc()[-1500:]
 
 
-def _motet(pool: LoraPool, row_slot: np.ndarray, *, whole: bool = False) -> Ways:
-    """As in stage 3. With `whole`, a result apart from y is added to it, which a later operation of the engine does else."""
-    batch = LoraBatch.build(pool, row_slot, "decode")
-    return {way: partial(_ours, pool, batch, way, whole) for way in reversed(WAYS)}
+def _motet(pool: LoraPool, row_slot: np.ndarray) -> Ways:
+    """As in stage 3, but a part that is computed apart is added here, as the others do; the engine's next operation adds it
+    while it reads. With many rows of an adapter, the plan for prefills too.
+    """
+    plans: list[LaunchPlan] = ["decode"]
+    if np.bincount(row_slot).max() > DECODE.rows:
+        plans.append("prefill")
+    batches = {plan: LoraBatch.build(pool, row_slot, plan) for plan in plans}
+    return {
+        way if plan == "decode" else f"{way}_{plan}": partial(_ours, pool, batch, way)
+        for plan, batch in batches.items()
+        for way in reversed(WAYS)
+    }
 
 
-def _ours(
-    pool: LoraPool, batch: LoraBatch, way: str, whole: bool, layer: int, group: str, x: torch.Tensor, base: Base
-) -> torch.Tensor:
+def _ours(pool: LoraPool, batch: LoraBatch, way: Way, layer: int, group: str, x: torch.Tensor, base: Base) -> torch.Tensor:
     delta = None if way == "after" else start_lora(x, pool, layer, group, batch, "all" if way == "apart" else "shrink")
     y = base()
     add_lora(y, x, pool, layer, group, batch)
-    return y if delta is None or not whole else torch.where(delta.adapted.bool()[:, None], y + delta.values, y)
+    return y if delta is None else y.add_(delta.values)  # every row has an adapter
 
 
 def _example(pool: LoraPool, row_slot: np.ndarray, x: dict[str, torch.Tensor]) -> Example:
