@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from motet.services.worker.native.sampler import Drawn, Sampler, filter_probabilities, invert_cdf, uniforms
+from motet.kernels.sampling import filter_probabilities, invert_cdf
+from motet.services.worker.native.sampler import Drawn, Sampler, uniforms
 from motet.shared.model import SamplingParams
 
 DRAWS = 4000
