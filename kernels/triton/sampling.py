@@ -69,7 +69,7 @@ class Draws:
             gathered=room(searched),
             found=room(searched, ROOM),
             cuts=room(rows),
-            sums=room(rows, tiles, dtype=torch.int64),
+            sums=torch.zeros(rows, tiles, dtype=torch.int64, device=device),
         )
         self._out = room(rows, 2)
 
@@ -101,6 +101,10 @@ class Draws:
             logits, self._rules, work.peaks, work.cuts, work.sums, self._noise, self._out,
             **sizes, num_warps=WARPS["pick"],
         )  # fmt: skip
+
+    def sums(self) -> torch.Tensor:
+        """What each tile's tokens weighed in the last draw, int64 [n, tiles]; 0 for rows that took the argmax."""
+        return self._work.sums.clone()
 
     def _select(self, logits: torch.Tensor, tiles: tuple[int, int]) -> None:
         work, sizes = self._work, self._sizes

@@ -19,7 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SECTIONS = tl.constexpr(16)  # of a bracket
+SECTIONS = tl.constexpr(16)  # of a row's keys, of which one becomes the bracket
+PARTS = tl.constexpr(8)  # of the bracket in each pass of `select`
 WEIGHT_OF_LARGEST = tl.constexpr(1099511627776.0)  # 2^40
 NEVER = tl.constexpr(0x7F800000)  # the key of minus infinity, whose weight is 0
 NEAR = tl.constexpr(60.0)  # logits further below the largest do not say where most are
@@ -190,7 +191,7 @@ def select(
     logits, rules, peaks, pivots, table, gathered, found, cuts,
     VOCAB: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """cuts[row] = the largest key that may be drawn. Each pass over the keys divides the bracket by SECTIONS."""
+    """cuts[row] = the largest key that may be drawn. Each pass over the keys divides the bracket by PARTS."""
     row = tl.program_id(0)
     scale, limit, top_k, top_p = _rule(rules, row)
     top, _ = _largest(peaks, row, TILES, PADDED)
@@ -201,23 +202,23 @@ def select(
     whole = count > ROOM
     count = tl.where(whole, VOCAB, count)
     counting = top_k > 0
-    s = tl.arange(0, SECTIONS)
+    s = tl.arange(0, PARTS)
     searches = tl.where(counting & (top_p < 1.0), 2, 1)
     while searches > 0:
         while high - low > 1:
-            step = (high - low + SECTIONS - 1) // SECTIONS
-            sums = tl.zeros((SECTIONS,), dtype=tl.int64)
+            step = (high - low + PARTS - 1) // PARTS
+            sums = tl.zeros((PARTS,), dtype=tl.int64)
             for first in range(0, count, CHUNK):
                 keys = _some_keys(logits, found, row, first + tl.arange(0, CHUNK), count, top, whole, VOCAB, ROOM)
                 measure = tl.where((keys > low) & (keys <= high), tl.where(counting, 1, _weights(keys, scale).to(tl.int64)), 0)
-                for i in tl.static_range(SECTIONS):
+                for i in tl.static_range(PARTS):
                     sums += tl.where(s == i, tl.sum(tl.where(keys <= low + (i + 1) * step, measure, 0), 0), 0)
             short = base + sums < goal
-            section = tl.sum(short.to(tl.int32), 0)
+            part = tl.sum(short.to(tl.int32), 0)
             base += tl.max(tl.where(short, sums, 0), 0)
             first_key = low
-            low = tl.minimum(first_key + section * step, high)
-            high = tl.where(section == SECTIONS, high, tl.minimum(first_key + tl.minimum(section + 1, SECTIONS) * step, high))
+            low = tl.minimum(first_key + part * step, high)
+            high = tl.where(part == PARTS, high, tl.minimum(first_key + tl.minimum(part + 1, PARTS) * step, high))
         searches -= 1
         if searches > 0:
             total = tl.zeros((1,), dtype=tl.int64)

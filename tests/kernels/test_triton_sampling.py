@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from bench.gpu_stages.draws import Exact, random_logits, random_rules
 from motet.kernels import sampling as plain
 from motet.kernels.triton import sampling
 from motet.kernels.types import DrawRules
-from tests.support_draws import Exact, random_logits, random_rules
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAST = 1 - 2**-53  # the largest noise
@@ -31,7 +31,7 @@ def rules_of(rows: int, *, temperature: float = 1.0, min_p: float = 0.0, top_k: 
 
 def kept(logits: np.ndarray, rules: DrawRules) -> set[int]:
     """The tokens that one row of logits draws with noise from one end to the other."""
-    count = 24
+    count = 9
     noise = np.append(np.arange(count - 1) / count, LAST)
     repeated = DrawRules(*(np.repeat(values, count) for values in (rules.temperature, rules.min_p, rules.top_k, rules.top_p)))
     return set(draw(np.repeat(logits[None], count, 0), repeated, noise).tolist())
@@ -42,7 +42,7 @@ def kept(logits: np.ndarray, rules: DrawRules) -> set[int]:
 def test_tokens_are_those_of_the_rules_in_fp64(vocab: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "ROOM", room)
     rng = np.random.default_rng(vocab + room)
-    rows, unclear = 32, 0
+    rows, unclear = 24, 0
     logits, rules, noise = random_logits(rng, rows, vocab), random_rules(rng, rows, vocab), rng.random(rows)
     tokens = draw(logits, rules, noise)
     by_torch, _ = plain.PlainDraws(rules, DEVICE).draw(torch.from_numpy(logits.copy()).to(DEVICE), noise)
@@ -57,15 +57,14 @@ def test_tokens_are_those_of_the_rules_in_fp64(vocab: int, room: int, monkeypatc
 
 def test_a_row_draws_the_same_bits_alone_in_any_batch_and_again() -> None:
     rng = np.random.default_rng(3)
-    rows, vocab = 16, 5000
+    rows, vocab = 9, 5000
     logits, rules, noise = random_logits(rng, rows, vocab), random_rules(rng, rows, vocab), rng.random(rows)
 
     def sums(order: list[int]) -> tuple[list[int], torch.Tensor]:
         fields = (rules.temperature, rules.min_p, rules.top_k, rules.top_p)
         draws = sampling.Draws(DrawRules(*(values[order] for values in fields)), vocab, DEVICE)
         tokens, _ = draws.draw(torch.from_numpy(logits[order]).to(DEVICE), noise[order])
-        drawing = torch.from_numpy(rules.drawing[order]).to(DEVICE)
-        return tokens.tolist(), draws._work.sums * drawing[:, None]
+        return tokens.tolist(), draws.sums()
 
     together, weights = sums(list(range(rows)))
     assert sums(list(range(rows)))[0] == together
@@ -100,14 +99,14 @@ def test_the_order_in_which_keys_are_gathered_does_not_matter(monkeypatch: pytes
     ("rules", "tokens"),
     [
         (rules_of(1, top_k=2), {0, 1, 2}),
-        (rules_of(1, top_p=0.41), {0, 1, 2}),
-        (rules_of(1, top_p=0.39), {0}),
+        (rules_of(1, top_p=0.31), {0, 1, 2}),
+        (rules_of(1, top_p=0.29), {0}),
         (rules_of(1, top_p=0.0), {0}),
         (rules_of(1, top_k=2, top_p=0.7), {0, 1, 2}),
         (rules_of(1, top_k=1, top_p=0.99), {0}),
-        (rules_of(1, min_p=0.499), {0, 1, 2}),
+        (rules_of(1, min_p=0.6), {0, 1, 2}),
         (rules_of(1, min_p=1.0), {0}),
-        (rules_of(1, min_p=0.49, top_k=4, top_p=0.99), {0, 1, 2}),
+        (rules_of(1, min_p=0.6, top_k=4, top_p=0.99), {0, 1, 2}),
         (rules_of(1, temperature=0.001), {0}),
         (rules_of(1), {0, 1, 2, 3, 4}),
     ],
@@ -115,7 +114,7 @@ def test_the_order_in_which_keys_are_gathered_does_not_matter(monkeypatch: pytes
 )
 def test_tokens_equal_to_the_threshold_stay(rules: DrawRules, tokens: set[int]) -> None:
     p = np.zeros(300, np.float32)
-    p[:5] = [0.4, 0.2, 0.2, 0.15, 0.05]
+    p[:5] = [0.3, 0.2, 0.2, 0.16, 0.14]
     with np.errstate(divide="ignore"):
         logits = np.log(p)
     logits[2] = logits[1]
@@ -128,7 +127,7 @@ def test_tokens_equal_to_the_threshold_stay(rules: DrawRules, tokens: set[int]) 
 
 def test_a_row_of_equal_logits_draws_evenly_whatever_its_filters_are() -> None:
     for rules in (rules_of(1, top_k=3), rules_of(1, top_p=0.1), rules_of(1, min_p=1.0)):
-        assert kept(np.full(20, 2.5, np.float32), rules) == set(range(20))
+        assert kept(np.full(6, 2.5, np.float32), rules) == set(range(6))
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.99}, {"min_p": 0.01, "top_k": 9, "top_p": 0.5}], ids=str)
