@@ -2,10 +2,10 @@
 
     peak_tiles      rows x tiles   the largest logit
     measure_tiles   rows x tiles   what lies above SECTIONS keys     \\
-    gather          rows x tiles   the keys of the one section         > only if a row has top_k or top_p
-    select          rows           the threshold, to the last bit    /
+    gather_keys     rows x tiles   the keys of the one section         > only if a row has top_k or top_p
+    select_key      rows           the threshold, to the last bit    /
     weigh_tiles     rows x tiles   what each tile's tokens weigh     only if a row draws
-    pick            rows           the tile, and the token inside
+    pick_token      rows           the tile, and the token inside
 
 A tile is TILE logits of a row, so that a single row uses many multiprocessors. The logits are read once by each of the launches
 over tiles.
@@ -25,9 +25,9 @@ from motet.kernels.triton import sampling_kernels as kernels
 from motet.kernels.types import DrawRules
 
 TILE = 4096  # logits of a program
-ROOM = 16384  # keys of a row that `gather` keeps; with more `select` reads the whole row in each of its passes
-CHUNK = 2048  # keys that `select` looks at together
-WARPS = {"peak_tiles": 4, "measure_tiles": 4, "gather": 4, "select": 4, "weigh_tiles": 4, "pick": 8}
+ROOM = 16384  # keys of a row that `gather_keys` keeps; with more `select_key` reads the whole row in each of its passes
+CHUNK = 2048  # keys that `select_key` looks at together
+WARPS = {"peak_tiles": 4, "measure_tiles": 4, "gather_keys": 4, "select_key": 4, "weigh_tiles": 4, "pick_token": 8}
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -97,9 +97,9 @@ class Draws:
             kernels.weigh_tiles[tiles](
                 logits, self._rules, work.peaks, work.cuts, work.sums, **sizes, num_warps=WARPS["weigh_tiles"]
             )
-        kernels.pick[(rows,)](
+        kernels.pick_token[(rows,)](
             logits, self._rules, work.peaks, work.cuts, work.sums, self._noise, self._out,
-            **sizes, num_warps=WARPS["pick"],
+            **sizes, num_warps=WARPS["pick_token"],
         )  # fmt: skip
 
     def sums(self) -> torch.Tensor:
@@ -112,13 +112,13 @@ class Draws:
             logits, self._rules, work.peaks, work.means, work.pivots, work.table, work.gathered,
             **sizes, TILE=TILE, num_warps=WARPS["measure_tiles"],
         )  # fmt: skip
-        kernels.gather[tiles](
+        kernels.gather_keys[tiles](
             logits, self._rules, work.peaks, work.pivots, work.table, work.gathered, work.found,
-            **sizes, TILE=TILE, ROOM=ROOM, num_warps=WARPS["gather"],
+            **sizes, TILE=TILE, ROOM=ROOM, num_warps=WARPS["gather_keys"],
         )  # fmt: skip
-        kernels.select[(len(logits),)](
+        kernels.select_key[(len(logits),)](
             logits, self._rules, work.peaks, work.pivots, work.table, work.gathered, work.found, work.cuts,
-            **sizes, CHUNK=CHUNK, ROOM=ROOM, num_warps=WARPS["select"],
+            **sizes, CHUNK=CHUNK, ROOM=ROOM, num_warps=WARPS["select_key"],
         )  # fmt: skip
 
 

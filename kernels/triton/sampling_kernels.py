@@ -6,8 +6,8 @@
     bracket   (low, high]: the threshold is one of these keys, and `base` is the measure of all keys up to `low`
 
 Sums over more than a tile are of integers, so no result depends on an order or on other rows. Rows whose largest logit is not
-finite are left to `pick`, which returns its id. Programs of a tile load its logits before they know whether they need them:
-nothing then waits for two loads in turn.
+finite are left to `pick_token`, which returns its id. Programs of a tile load its logits before they know whether they need
+them: nothing then waits for two loads in turn.
 
 `rules` float64 [n, 4]: log2(e) / temperature, 0 for the argmax; the largest distance from the row's largest logit that min_p
 leaves; top_k, 0 for off; top_p, at least 1 for off. VOCAB is the row stride of `logits` and TILES = ceil(VOCAB / TILE), which
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 SECTIONS = tl.constexpr(16)  # of a row's keys, of which one becomes the bracket
-PARTS = tl.constexpr(8)  # of the bracket in each pass of `select`
+PARTS = tl.constexpr(8)  # of the bracket in each pass of `select_key`
 WEIGHT_OF_LARGEST = tl.constexpr(1099511627776.0)  # 2^40
 NEVER = tl.constexpr(0x7F800000)  # the key of minus infinity, whose weight is 0
 NEAR = tl.constexpr(60.0)  # logits further below the largest do not say where most are
@@ -101,7 +101,7 @@ def measure_tiles(
     """Divide the keys of a row in SECTIONS. `pivots` int32 [n, SECTIONS] are their ends, the last is what min_p leaves. `table`
     float32 [n, TILES, SECTIONS] is the measure of every tile up to each of them, rounded, always in the same way.
 
-    Most logits lie around the mean of a row, so the sections are narrow there. They only say how few keys `gather` leaves.
+    Most logits lie around the mean of a row, so the sections are narrow there. They only say how few keys `gather_keys` leaves.
     """
     tile = tl.program_id(0)
     row = tl.program_id(1)
@@ -151,12 +151,12 @@ def _bracket(pivots, table, row, limit, top_k, top_p, TILES: tl.constexpr, PADDE
 
 
 @triton.jit
-def gather(
+def gather_keys(
     logits, rules, peaks, pivots, table, gathered, found,
     VOCAB: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Copy the keys that `select` needs to `found` int32 [n, ROOM], in any order: those of the bracket; before a second search
-    for top_p, all up to its end. `gathered` int32 [n] counts them, also beyond ROOM."""
+    """Copy the keys that `select_key` needs to `found` int32 [n, ROOM], in any order: those of the bracket, or all up to its
+    end where a second search follows, for top_p. `gathered` int32 [n] counts them, also beyond ROOM."""
     tile = tl.program_id(0)
     row = tl.program_id(1)
     x = _logits(logits, row, tile * TILE + tl.arange(0, TILE), VOCAB)
@@ -187,7 +187,7 @@ def _some_keys(logits, found, row, at, count, top, whole, VOCAB: tl.constexpr, R
 
 
 @triton.jit
-def select(
+def select_key(
     logits, rules, peaks, pivots, table, gathered, found, cuts,
     VOCAB: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
@@ -258,7 +258,7 @@ def weigh_tiles(
 
 
 @triton.jit
-def pick(
+def pick_token(
     logits, rules, peaks, cuts, sums, noise, out,
     VOCAB: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip

@@ -104,7 +104,7 @@ def test_draws_do_not_spill_and_several_of_their_programs_fit(
     used = compiled[f"{name}, {vocab_size}"]
     assert used["local_bytes"] == 0
     assert used["registers"] * 32 * SAMPLING[name] * 3 <= REGISTERS_PER_MULTIPROCESSOR
-    if vocab_size % 4 == 0 and name != "select":
+    if vocab_size % 4 == 0 and name != "select_key":
         assert used["loads_16"] >= TILE // (4 * 32 * SAMPLING[name])
 
 

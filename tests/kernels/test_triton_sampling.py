@@ -81,7 +81,7 @@ def test_the_order_in_which_keys_are_gathered_does_not_matter(monkeypatch: pytes
     logits, noise = torch.from_numpy(random_logits(rng, 8, 5000)).to(DEVICE), rng.random(8)
     draws = sampling.Draws(rules_of(8, temperature=1.5, top_k=300, top_p=0.9), 5000, DEVICE)
     before = draws.draw(logits, noise)[0].tolist(), draws._work.cuts.clone()
-    select = sampling.kernels.select
+    select = sampling.kernels.select_key
 
     class Shuffled:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -91,7 +91,7 @@ def test_the_order_in_which_keys_are_gathered_does_not_matter(monkeypatch: pytes
                 keys[:count] = keys[:count][torch.randperm(count).to(DEVICE)]
             return select[grid]
 
-    monkeypatch.setattr(sampling.kernels, "select", Shuffled())
+    monkeypatch.setattr(sampling.kernels, "select_key", Shuffled())
     assert draws.draw(logits, noise)[0].tolist() == before[0] and torch.equal(draws._work.cuts, before[1])
 
 
@@ -189,8 +189,8 @@ def test_a_batch_launches_what_its_rows_need_and_preparing_launches_everything(m
     sampling.prepare(300, DEVICE)
     assert launched == list(sampling.WARPS)
     for rules, some in (
-        (rules_of(2, temperature=0.0, top_p=0.5), ["peak_tiles", "pick"]),
-        (rules_of(2, min_p=0.1), ["peak_tiles", "weigh_tiles", "pick"]),
+        (rules_of(2, temperature=0.0, top_p=0.5), ["peak_tiles", "pick_token"]),
+        (rules_of(2, min_p=0.1), ["peak_tiles", "weigh_tiles", "pick_token"]),
     ):
         launched.clear()
         draw(np.zeros((2, 300), np.float32), rules, np.zeros(2))
