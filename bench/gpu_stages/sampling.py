@@ -44,7 +44,7 @@ class Sampling:
         exact = [Exact(logits[row], rules, row) for row in range(rows)]
         found: Line = {"draws": 0, "unclear": 0, "differ": 0, "torch_differs": 0, "wrong": [], "same_bits": True}
         for noise in rng.random((bed.pick(NOISES, 1), rows)):
-            runs = [(ours.draw(on_device, noise)[0].tolist(), ours.sums()) for _ in range(3)]
+            runs = [(ours.draw(on_device, noise)[0].tolist(), ours.workspace.sums.clone()) for _ in range(3)]
             tokens, sums = runs[0]
             found["same_bits"] &= all(again == tokens and torch.equal(same, sums) for again, same in runs[1:])
             others = by_torch.draw(on_device.clone(), noise)[0].tolist()

@@ -61,7 +61,7 @@ class Draws:
             return torch.empty(shape, dtype=dtype, device=device)
 
         searched, sections = rows if self._filtered else 0, kernels.SECTIONS.value
-        self._work = Workspace(
+        self.workspace = Workspace(
             peaks=room(rows, tiles, dtype=torch.int64),
             means=room(rows, tiles, dtype=torch.float32),
             pivots=room(searched, sections),
@@ -69,7 +69,7 @@ class Draws:
             gathered=room(searched),
             found=room(searched, ROOM),
             cuts=room(rows),
-            sums=torch.zeros(rows, tiles, dtype=torch.int64, device=device),
+            sums=torch.zeros(rows, tiles, dtype=torch.int64, device=device),  # stay 0 for rows that take the argmax
         )
         self._out = room(rows, 2)
 
@@ -83,7 +83,7 @@ class Draws:
 
     def launch(self, logits: torch.Tensor) -> None:
         """The launches alone, with the noise of the last `draw`."""
-        rows, work = len(logits), self._work
+        rows, work = len(logits), self.workspace
         assert logits.is_contiguous() and logits.shape[1] == self._vocab_size, "the kernels derive addresses from shapes alone"
         tiles = (self._sizes["TILES"], rows)
         sizes = {**self._sizes, "TILE": TILE}
@@ -102,12 +102,8 @@ class Draws:
             **sizes, num_warps=WARPS["pick_token"],
         )  # fmt: skip
 
-    def sums(self) -> torch.Tensor:
-        """What each tile's tokens weighed in the last draw, int64 [n, tiles]; 0 for rows that took the argmax."""
-        return self._work.sums.clone()
-
     def _select(self, logits: torch.Tensor, tiles: tuple[int, int]) -> None:
-        work, sizes = self._work, self._sizes
+        work, sizes = self.workspace, self._sizes
         kernels.measure_tiles[tiles](
             logits, self._rules, work.peaks, work.means, work.pivots, work.table, work.gathered,
             **sizes, TILE=TILE, num_warps=WARPS["measure_tiles"],

@@ -64,7 +64,7 @@ def test_a_row_draws_the_same_bits_alone_in_any_batch_and_again() -> None:
         fields = (rules.temperature, rules.min_p, rules.top_k, rules.top_p)
         draws = sampling.Draws(DrawRules(*(values[order] for values in fields)), vocab, DEVICE)
         tokens, _ = draws.draw(torch.from_numpy(logits[order]).to(DEVICE), noise[order])
-        return tokens.tolist(), draws.sums()
+        return tokens.tolist(), draws.workspace.sums
 
     together, weights = sums(list(range(rows)))
     assert sums(list(range(rows)))[0] == together
@@ -80,19 +80,19 @@ def test_the_order_in_which_keys_are_gathered_does_not_matter(monkeypatch: pytes
     rng = np.random.default_rng(5)
     logits, noise = torch.from_numpy(random_logits(rng, 8, 5000)).to(DEVICE), rng.random(8)
     draws = sampling.Draws(rules_of(8, temperature=1.5, top_k=300, top_p=0.9), 5000, DEVICE)
-    before = draws.draw(logits, noise)[0].tolist(), draws._work.cuts.clone()
+    before = draws.draw(logits, noise)[0].tolist(), draws.workspace.cuts.clone()
     select = sampling.kernels.select_key
 
     class Shuffled:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            for row, count in enumerate(draws._work.gathered.tolist()):
-                keys = draws._work.found[row]
+            for row, count in enumerate(draws.workspace.gathered.tolist()):
+                keys = draws.workspace.found[row]
                 assert 300 < count < sampling.ROOM
                 keys[:count] = keys[:count][torch.randperm(count).to(DEVICE)]
             return select[grid]
 
     monkeypatch.setattr(sampling.kernels, "select_key", Shuffled())
-    assert draws.draw(logits, noise)[0].tolist() == before[0] and torch.equal(draws._work.cuts, before[1])
+    assert draws.draw(logits, noise)[0].tolist() == before[0] and torch.equal(draws.workspace.cuts, before[1])
 
 
 @pytest.mark.parametrize(
