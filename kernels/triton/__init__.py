@@ -2,6 +2,7 @@
 
 device.py      the kernels
 attention.py   paged attention
+sampling.py    the next tokens
 pointwise.py   norms, rotation and activation between a layer's products
 batch.py       a step's work list, once per batch
 lora.py        the plans, their launch constants, add_lora

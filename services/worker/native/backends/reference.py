@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from motet.kernels import prepare_lora
+from motet.kernels import prepare_lora, sampling
 from motet.kernels.cpu import BuildError, CpuEngine
 from motet.kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, host_streams
 from motet.services.worker.native.assist_processes import CpuAssist
@@ -65,6 +65,7 @@ def torch_runner(
     model = Model(memory.config, weights_of(options, memory, Makers(_linear)))
     model.prepare()
     prepare_lora(memory.pool)
+    sampling.prepare(memory.config.vocab_size, memory.device)
     merged = None
     if options.merge:
         dropped = graphs.forget_merged if graphs is not None else lambda: None
