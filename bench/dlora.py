@@ -187,8 +187,6 @@ def _alone(bench: Bench) -> dict[str, Any]:
         rows.append([f"skew {skew}", *[rates[name] for name in COLUMNS], *[at[name].latency_ms for name in ("dlora", *RIVALS)],
                      own.merged, own.switches])  # fmt: skip
         _say(f"  skew {skew}: {found[str(skew)]}")
-    ours = (UNMERGED, *MERGING)
-    light = bench.run(**{name: bench.case(name, skew=last, rate=LIGHT_LOAD, seconds=bench.alone_s) for name in ours})
     bench.watch.mark()
     latencies = [f"{name}: ms per token" for name in ("dlora", *RIVALS)]
     print(
@@ -199,10 +197,6 @@ def _alone(bench: Bench) -> dict[str, Any]:
         ),
         flush=True,
     )
-
-    columns = ("", "requests/s at the objective", "at a light load: ms per token", "TTFT p99 ms", "merged share", "switches")
-    rows = [[n, alike[n], light[n].latency_ms, light[n].ttft_p99_ms, light[n].merged, light[n].switches] for n in ours]
-    print(report.table(f"our kernels, skew {last}, light load {LIGHT_LOAD} requests/s", columns, rows), flush=True)
 
     def best(measure: str, name: str, *, more: bool) -> float:
         """dLoRA compared with a rival, at the skew that is best for dLoRA, as in the paper's "up to"."""
@@ -221,16 +215,30 @@ def _alone(bench: Bench) -> dict[str, Any]:
             max(one["rates"]["reachable"] for one in found.values()) / alike["unmerged-only, einsum"], 3
         ),
         "vs_unmerged_only_limit": round(limit / alike["unmerged-only, einsum"], 3),
-        "in_place_vs_our_unmerged": round(alike["ours, in place"] / alike[UNMERGED], 3),
-        "copy_vs_our_unmerged": round(alike["ours, a copy"] / alike[UNMERGED], 3),
-        "paying_copy_vs_our_unmerged": round(alike["ours, a copy where it pays"] / alike[UNMERGED], 3),
-        "light_load_latency_ms": {name: round(one.latency_ms, 1) for name, one in light.items()},
-        "light_load_ttft_p99_ms": {name: round(one.ttft_p99_ms, 1) for name, one in light.items()},
+        **_ours(bench, last, alike),
         "latency_vs_merged_only": best("latency_ms", "merged-only", more=False),
         "latency_vs_unmerged_only": best("latency_ms", "unmerged-only, einsum", more=False),
         "p90_vs_merged_only": best("p90_ms", "merged-only", more=False),
         "p90_vs_unmerged_only": best("p90_ms", "unmerged-only, einsum", more=False),
         "by_skew": found,
+    }
+
+
+def _ours(bench: Bench, skew: int, rates: Mapping[str, float]) -> dict[str, Any]:
+    """Merging with our kernels, in place and in a copy, over not merging: at the rate of the objective, and at a light load."""
+    names = (UNMERGED, *MERGING)
+    light = bench.run(**{name: bench.case(name, skew=skew, rate=LIGHT_LOAD, seconds=bench.alone_s) for name in names})
+    bench.watch.mark()
+    columns = ("", "requests/s at the objective", "at a light load: ms per token", "TTFT p99 ms", "merged share", "switches")
+    rows = [[n, rates[n], light[n].latency_ms, light[n].ttft_p99_ms, light[n].merged, light[n].switches] for n in names]
+    print(report.table(f"our kernels, skew {skew}, light load {LIGHT_LOAD} requests/s", columns, rows), flush=True)
+    in_place, copy, paying = (round(rates[name] / rates[UNMERGED], 3) for name in MERGING)
+    return {
+        "in_place_vs_our_unmerged": in_place,
+        "copy_vs_our_unmerged": copy,
+        "paying_copy_vs_our_unmerged": paying,
+        "light_load_latency_ms": {name: round(one.latency_ms, 1) for name, one in light.items()},
+        "light_load_ttft_p99_ms": {name: round(one.ttft_p99_ms, 1) for name, one in light.items()},
     }
 
 
