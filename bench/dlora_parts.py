@@ -72,7 +72,6 @@ LIMITS = WorkerLimits(
     kv_blocks_total=KV_TOKENS // 16,
     adapter_bytes_total=2 << 30,
     max_lora_rank=8,
-    kv_block_bytes=16 * LLAMA2_7B.kv_token_bytes,
     copies="wait",
 )
 MERGE = MergeConfig(
@@ -97,13 +96,15 @@ class System:
     """What a cluster does.
 
     `lora`: what LoRA adds to a step; `merge`: None never, "always", or thresholds, for merging in place as in the paper, which
-    no worker of Motet does; `copy`: a worker's --merge, which needs memory for a copy; `dispatch`: a policy of the scheduler,
+    no worker of Motet does; `shared`: adapters and KV blocks share the memory; `copy`: a worker's --merge, which takes memory for
+    a copy from both; `dispatch`: a policy of the scheduler,
     "turn" (round-robin over the workers with the adapter) or "mode" (pending time, plus `REST_MS` where another adapter is
     merged); `balance`: requests move between workers; `pooled`: one worker with the memory and speed of all (`_pool`).
     """
 
     lora: float = EINSUM
     merge: MergeConfig | str | None = None
+    shared: bool = False
     copy: Switch = "off"
     turn: int = 300
     dispatch: str = "least-pending"
@@ -117,8 +118,9 @@ SYSTEMS = {
     "unmerged-only, einsum": System(),
     "ours, unmerged": System(lora=OURS),
     "ours, in place": System(lora=OURS, merge=MERGE),
-    "ours, a copy": System(lora=OURS, copy="on"),
-    "ours, a copy where it pays": System(lora=OURS, copy="auto"),
+    "ours, shared memory": System(lora=OURS, shared=True),
+    "ours, a copy": System(lora=OURS, shared=True, copy="on"),
+    "ours, a copy where it pays": System(lora=OURS, shared=True, copy="auto"),
     "no LoRA": System(lora=0.0),
     "dlora, moves": System(merge=FAIR, balance=PLAN),
     "round-robin": System(merge=FAIR, dispatch="turn"),
@@ -298,8 +300,9 @@ def build(case: Case) -> Cluster:
         costs = MergeCosts(switch_ms=SWITCH_MS, step_ms=29.0, row_ms=0.1 + 1e-9 * CONTEXT_TOKEN_PS * 500, lora=system.lora)
         policy = partial(Merging, config=system.merge) if isinstance(system.merge, MergeConfig) else always_merged
         merging = MergeInPlace(costs=costs, policy=policy)
+    block_bytes = LIMITS.block_size * LLAMA2_7B.kv_token_bytes
     spec = WorkerSpec(
-        limits=LIMITS,
+        limits=msgspec.structs.replace(LIMITS, kv_block_bytes=block_bytes) if system.shared else LIMITS,
         perf=PERF,
         steps=LoraShare(PerfSteps(PERF, context_token_ps=CONTEXT_TOKEN_PS), system.lora),
         link=LINK,
