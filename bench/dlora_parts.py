@@ -96,10 +96,10 @@ class System:
     """What a cluster does.
 
     `lora`: what LoRA adds to a step; `merge`: None never, "always", or thresholds, for merging in place as in the paper, which
-    no worker of Motet does; `shared`: adapters and KV blocks share the memory; `copy`: a worker's --merge, which takes memory for
-    a copy from both; `dispatch`: a policy of the scheduler,
-    "turn" (round-robin over the workers with the adapter) or "mode" (pending time, plus `REST_MS` where another adapter is
-    merged); `balance`: requests move between workers; `pooled`: one worker with the memory and speed of all (`_pool`).
+    no worker of Motet does; `shared`: adapters and KV blocks share the memory; `copy`: a worker's --merge, whose copy takes
+    memory of both; `dispatch`: a policy of the scheduler, "turn" (round-robin over the workers with the adapter) or "mode"
+    (pending time, plus `REST_MS` where another adapter is merged); `balance`: requests move between workers; `pooled`: one
+    worker with the memory and speed of all (`_pool`).
     """
 
     lora: float = EINSUM
