@@ -154,9 +154,10 @@ def attend_stored(
     positions up to its own and, with `window` > 0, no further back than window - 1.
     """
     rows, _, head_dim = qkv.shape
-    q, kv = qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, -1))
+    q = qkv[:, :heads]
     if batch.library is not None:
         return batch.library.attend(q, layer, window).flatten(1)
+    kv = qkv[:, heads:].unflatten(1, (2, -1))
     out = qkv.new_empty(rows, heads, head_dim)
     for tile in batch.decode[window]:
         out[tile.start : tile.end] = _attend_decode(q[tile.start : tile.end], cache, layer, tile)

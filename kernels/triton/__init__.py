@@ -1,6 +1,7 @@
 """The Triton kernels of batched multi-rank LoRA. `kernels` uses them when the pool is on a GPU.
 
 device.py      the kernels
+launch.py      their launches, without Triton's Python code from the second on
 attention.py   paged attention
 pointwise.py   norms, rotation and activation between a layer's products
 batch.py       a step's work list, once per batch

@@ -15,6 +15,7 @@ greatest number of shares is fixed, and their length follows from each context. 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ import torch
 import triton
 
 from motet.kernels.triton.attention_kernel import paged_attention
-from motet.kernels.triton.lora import INTERPRETED, multiprocessors_of
+from motet.kernels.triton.launch import INTERPRETED, Kernel
+from motet.kernels.triton.lora import multiprocessors_of
 from motet.kernels.types import KvCache
 
 
@@ -74,7 +76,7 @@ class PagedAttention:
     ) -> None:
         self._cache, self._heads, self._rows, self._columns = cache, heads, rows, columns
         device, (kv_heads, head_dim) = cache.data.device, cache.data.shape[4:]
-        self._group = triton.next_power_of_2(heads // kv_heads)
+        self._group = group_of(heads, kv_heads)
         self._fp32 = cache.data.dtype == torch.float32
         self._kind, self._tiles, self._longest = "decode", rows, columns * cache.block_size
         programs = SPLITTING.programs * multiprocessors_of(device)
@@ -84,6 +86,7 @@ class PagedAttention:
             torch.zeros(programs, dtype=torch.int32, device=device),
         )
         self._buffer = torch.zeros(4 * rows + rows * columns, dtype=torch.int32, device=device)
+        self._tables = self._buffer[4 * rows :]
 
     def for_graph(self, rows: int, columns: int) -> PagedAttention:
         """A separate plan for a captured graph. Graphs run one at a time and share the workspace."""
@@ -106,6 +109,7 @@ class PagedAttention:
                 self._buffer = self._buffer.new_empty(2 * size)
         at = 4 * self._tiles
         size = at + len(counts) * self._columns
+        self._tables = self._buffer[at:]
         host = torch.empty(size, dtype=torch.int32, pin_memory=self._buffer.is_cuda)  # the caching allocator's
         raw = host.numpy()
         raw[:at].reshape(-1, 4)[:] = tiles
@@ -122,18 +126,15 @@ class PagedAttention:
 
     def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
         """Attention of q [rows, heads, head_dim], in the same shape. The cache must have this step's K and V already."""
-        cache, launch = self._cache, self._launch
-        block_size, _, kv_heads, head_dim = cache.data.shape[2:]
-        padded = max(triton.next_power_of_2(head_dim), 16)
+        kv_heads, head_dim = self._cache.kv_heads, self._cache.head_dim
         shares = self.shares(window)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged_attention[(kv_heads, self._tiles, shares)](
-            q, q.stride(0), out, cache.data[layer], self._buffer, self._buffer[4 * self._tiles :],
+        out = q.new_empty(q.shape)
+        least = SPLITTING.least if shares > 1 else 0
+        launch = _kernel(self._launch, self._heads, kv_heads, head_dim, self._cache.block_size, self._fp32, least)
+        launch(
+            (kv_heads, self._tiles, shares),
+            q, q.stride(0), out, self._cache.tokens(layer), self._buffer, self._tables,
             self._columns, head_dim**-0.5, window, *self.workspace,
-            HEADS=self._heads, KV_HEADS=kv_heads, G=self._group, D=head_dim, DP=padded,
-            BLOCK=block_size, BM=self._block_rows, BN=launch.context,
-            LEAST=SPLITTING.least if shares > 1 else 0, CHUNK=max(launch.joined // (self._group * padded), 1),
-            UPCAST=INTERPRETED or self._fp32, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
         return out
 
@@ -152,3 +153,21 @@ class PagedAttention:
     @property
     def _block_rows(self) -> int:
         return max(self._launch.rows, self._group)
+
+
+@cache
+def _kernel(launch: Launch, heads: int, kv_heads: int, head_dim: int, block_size: int, fp32: bool, least: int) -> Kernel:
+    group = group_of(heads, kv_heads)
+    padded = max(triton.next_power_of_2(head_dim), 16)
+    return Kernel(
+        paged_attention,
+        HEADS=heads, KV_HEADS=kv_heads, G=group, D=head_dim, DP=padded,
+        BLOCK=block_size, BM=max(launch.rows, group), BN=launch.context,
+        LEAST=least, CHUNK=max(launch.joined // (group * padded), 1),
+        UPCAST=INTERPRETED or fp32, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+
+
+def group_of(heads: int, kv_heads: int) -> int:
+    """Query heads of a KV head, rounded up to a power of 2."""
+    return triton.next_power_of_2(heads // kv_heads)

@@ -83,7 +83,7 @@ def test_mixed_ranks_and_scattered_pages_follow_the_formula(
     small = {name: replace(launch, block=16, wide=16) for name, launch in launches.SHRINKS.items()}
     monkeypatch.setattr(launches, "SHRINKS", small)  # or K has one part
     batch = LoraBatch.build(pool, slots, plan)
-    parts = [count for count, _ in batch.splits.values()]
+    parts = [group.splits for group in batch.groups.values()]
     assert (max(parts) > 1) == (multiprocessors > 1 or plan == "decode")
     assert_follows_the_formula(pool, held, slots, batch, "qkv" if multiprocessors == 1 else "down")
 

@@ -63,14 +63,14 @@ class Model:
         `token_ids`, `positions`: int64 [rows]. `lora` is an AssistedStep when adapters of the step are being copied.
         """
         config, weights, pointwise, eps = self.config, self.weights, self.pointwise, self.config.rms_norm_eps
-        x = F.embedding(token_ids, weights.embed)
+        heads, x = config.num_heads, F.embedding(token_ids, weights.embed)
         cos, sin = self._rope.at(positions)
         y, delta = None, None  # the part of the residual stream that is not added to x yet
         for i, layer in enumerate(weights.layers):
             project = _Projections(pool, i, lora)
             h = pointwise.add_norm(x, y, layer.input_norm, eps=eps, delta=delta)
             y, delta = project(layer.qkv, h, "qkv")
-            qkv, heads = y.unflatten(1, (-1, config.head_dim)), config.num_heads
+            qkv = y.view(len(y), heads + 2 * config.num_kv_heads, config.head_dim)
             pointwise.rotate_and_store(
                 qkv, cos, sin, cache, i, attention.kv_slots, heads=heads, qk_norm=layer.qk_norm, eps=eps, delta=delta
             )
