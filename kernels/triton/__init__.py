@@ -9,6 +9,6 @@ lora.py        the plans, their launch constants, add_lora
 scatter.py     the pages of an adapter's layer to their places
 """
 
-from motet.kernels.triton.lora import LoraBatch, add_lora, prepare, start_lora
+from motet.kernels.triton.lora import PLANS, LoraBatch, add_lora, plan_for, prepare, start_lora
 
-__all__ = ["LoraBatch", "add_lora", "prepare", "start_lora"]
+__all__ = ["PLANS", "LoraBatch", "add_lora", "plan_for", "prepare", "start_lora"]

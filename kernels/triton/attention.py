@@ -68,17 +68,28 @@ class PagedAttention:
     """A plan for one step at a time over `cache`.
 
     With `rows` it is for exactly that many decoding sequences of up to `columns` blocks, and a graph captured with it stays
-    valid when it is planned again.
+    valid when it is planned again. With `prompts`, too, it is for any sequences that have together up to `rows` rows; there are
+    `rows` tiles then, of which the last are empty. Rows beyond the step's attend to nothing, which gives zeros.
     """
 
+    graphs_prompts = True
+
     def __init__(
-        self, cache: KvCache, *, heads: int, rows: int = 0, columns: int = 0, workspace: Workspace | None = None
+        self,
+        cache: KvCache,
+        *,
+        heads: int,
+        rows: int = 0,
+        columns: int = 0,
+        prompts: bool = False,
+        workspace: Workspace | None = None,
     ) -> None:
         self._cache, self._heads, self._rows, self._columns = cache, heads, rows, columns
         device, (kv_heads, head_dim) = cache.data.device, cache.data.shape[4:]
         self._group = group_of(heads, kv_heads)
         self._fp32 = cache.data.dtype == torch.float32
-        self._kind, self._tiles, self._longest = "decode", rows, columns * cache.block_size
+        self._kind = "prefill" if prompts else "decode"
+        self._tiles, self._longest = rows, columns * cache.block_size
         programs = SPLITTING.programs * multiprocessors_of(device)
         self.workspace = workspace or Workspace(
             torch.empty(programs, self._group, head_dim, dtype=torch.float32, device=device),
@@ -88,9 +99,11 @@ class PagedAttention:
         self._buffer = torch.zeros(4 * rows + rows * columns, dtype=torch.int32, device=device)
         self._tables = self._buffer[4 * rows :]
 
-    def for_graph(self, rows: int, columns: int) -> PagedAttention:
+    def for_graph(self, rows: int, columns: int, *, prompts: bool = False) -> PagedAttention:
         """A separate plan for a captured graph. Graphs run one at a time and share the workspace."""
-        return PagedAttention(self._cache, heads=self._heads, rows=rows, columns=columns, workspace=self.workspace)
+        return PagedAttention(
+            self._cache, heads=self._heads, rows=rows, columns=columns, prompts=prompts, workspace=self.workspace
+        )
 
     def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
         """Plan a step with these arrays, which are those of `AttentionBatch.build`."""
@@ -101,6 +114,8 @@ class PagedAttention:
             tiles = np.column_stack([np.arange(len(counts)), seq_starts[:-1], counts, context_lens - counts])
         else:
             tiles = self._prefill_tiles(counts, seq_starts, context_lens)
+            if self._rows:
+                tiles = np.concatenate([tiles, self._padding_tiles(int(seq_starts[-1]))])
         if not self._rows:
             self._tiles, self._columns = len(tiles), block_tables.shape[1]
             self._longest = int(context_lens.max(initial=0))
@@ -112,8 +127,10 @@ class PagedAttention:
         self._tables = self._buffer[at:]
         host = torch.empty(size, dtype=torch.int32, pin_memory=self._buffer.is_cuda)  # the caching allocator's
         raw = host.numpy()
-        raw[:at].reshape(-1, 4)[:] = tiles
-        raw[at:].reshape(len(counts), self._columns)[:, : block_tables.shape[1]] = block_tables
+        raw[: tiles.size].reshape(-1, 4)[:] = tiles
+        raw[tiles.size : at] = 0
+        tables = block_tables[:, : self._columns]  # the rest lies past every context
+        raw[at:].reshape(len(counts), self._columns)[:, : tables.shape[1]] = tables
         self._buffer[:size].copy_(host, non_blocking=True)
 
     def _prefill_tiles(self, counts: np.ndarray, seq_starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
@@ -123,6 +140,13 @@ class PagedAttention:
         within = tokens * (np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each))
         sizes = np.minimum(counts[sequence] - within, tokens)
         return np.column_stack([sequence, seq_starts[sequence] + within, sizes, (context_lens - counts)[sequence] + within])
+
+    def _padding_tiles(self, start: int) -> np.ndarray:
+        """Tiles of the rows from `start` on. They end at position 0, so that there is nothing that they attend to."""
+        tokens = self._block_rows // self._group
+        first = np.arange(start, self._rows, tokens)
+        sizes = np.minimum(self._rows - first, tokens)
+        return np.column_stack([np.zeros_like(first), first, sizes, -sizes])
 
     def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
         """Attention of q [rows, heads, head_dim], in the same shape. The cache must have this step's K and V already."""

@@ -26,17 +26,20 @@ multiple of 16, and what lies beyond its 32 bits; that it is a float or None."""
 class Kernel:
     """A kernel with all of its constants and options, which are `constants`. They come last in its signature."""
 
-    __slots__ = ("_compiled", "_constants", "_kernel", "_tail")
+    __slots__ = ("_compiled", "_constants", "_tail", "kernel")
 
     def __init__(self, kernel: Any, **constants: Any) -> None:
-        self._kernel, self._constants = kernel, constants
+        self.kernel, self._constants = kernel, constants
         self._tail = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._compiled: dict[_Kind, Any] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any, stream: torch.cuda.Stream | None = None) -> None:
-        """Launch on `stream`, or the current one. Arguments are tensors of one device, the first one too, ints, floats, None."""
+        """Launch on `stream`, or the current one.
+
+        Arguments are tensors of one device, of which the first is one, ints, floats and None.
+        """
         if INTERPRETED:
-            self._kernel[grid](*args, **self._constants)
+            self.kernel[grid](*args, **self._constants)
             return
         device = args[0].get_device()
         values, kind = list(args), [device]
@@ -58,6 +61,6 @@ class Kernel:
     def _first(self, kind: _Kind, grid: tuple[int, ...], args: tuple[Any, ...], stream: torch.cuda.Stream | None) -> None:
         """Launch by Triton, and keep what it compiled if that can be launched with all the kernel's arguments in order."""
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            compiled = self._kernel[grid](*args, **self._constants)
-        if hasattr(compiled, "packed_metadata") and len(args) + len(self._tail) == len(self._kernel.arg_names):
+            compiled = self.kernel[grid](*args, **self._constants)
+        if hasattr(compiled, "packed_metadata") and len(args) + len(self._tail) == len(self.kernel.arg_names):
             self._compiled[kind] = compiled

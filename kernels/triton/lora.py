@@ -41,7 +41,9 @@ Beside = Literal["shrink", "all"]  # what runs beside the base model's product
 BESIDE: dict[LaunchPlan, Beside] = {"decode": "all", "prefill": "shrink"}
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
 TILES: dict[LaunchPlan, Tile] = {"decode": DECODE, "prefill": PREFILL}
+PLANS = tuple(TILES)
 MOST_SPLITS = 16  # of K in a decode step; h has a plane for each
+RESERVED_GROUPS = 16  # of rows, which a reserved batch of the prefill plan is divided for: a short prompt beside a few decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +147,14 @@ class LoraBatch:
         `group_rows` is the most rows that read an adapter together, 0 for as many as the plan's tile holds. Raises ValueError
         when a row names an empty slot.
         """
-        if plan is None:
-            plan = "prefill" if tile_for(row_slot) is PREFILL else "decode"
+        plan = plan or plan_for(row_slot)
         tile = replace(TILES[plan], rows=group_rows) if group_rows else TILES[plan]
         return LoraBatch(pool, work_list(pool, row_slot, tile), plan, 0)
 
     @staticmethod
-    def reserve(pool: LoraPool, rows: int, plan: LaunchPlan = "decode") -> LoraBatch:
+    def reserve(pool: LoraPool, rows: int, plan: LaunchPlan | None = None) -> LoraBatch:
         """An empty batch with room for any `rows` rows."""
+        plan = plan or "decode"
         nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), TILES[plan])
         return LoraBatch(pool, nothing, plan, rows)
 
@@ -165,7 +167,8 @@ class LoraBatch:
         """K is divided by its own size alone in a decode step, so that a row's sums do not depend on the other rows."""
         sizes, part, launch = _sizes(pool, name), self.packed.parts[name], SHRINKS[self.plan]
         step = max(launch.block, launch.wide)
-        most = MOST_SPLITS if self.plan == "decode" else split_k_for(part.max_items, self.multiprocessors)
+        items = RESERVED_GROUPS * len(GROUPS[name]) if reserved else part.max_items
+        most = MOST_SPLITS if self.plan == "decode" else split_k_for(items, self.multiprocessors)
         span = -(-sizes[0] // (step * most)) * step
         return Group(
             sizes=sizes,
@@ -177,6 +180,11 @@ class LoraBatch:
             has_work=reserved or part.max_items > 0,
             options=_options(TILES[self.plan], launch, EXPANDS[self.plan], _upcast(pool), _early(pool.arena.device)),
         )
+
+
+def plan_for(row_slot: np.ndarray) -> LaunchPlan:
+    """The plan of a step, from `row_slot`, int32 [rows]."""
+    return "prefill" if tile_for(row_slot) is PREFILL else "decode"
 
 
 def prepare(pool: LoraPool) -> None:

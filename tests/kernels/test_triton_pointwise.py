@@ -153,7 +153,7 @@ def test_every_kernel_is_launched_at_the_start_with_and_without_a_delta(qk_norm:
 
     def noted(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
         types = [each.dtype for each in arguments if isinstance(each, torch.Tensor)]
-        launched.add((kernel._kernel.fn.__name__, torch.int32 in types))
+        launched.add((kernel.kernel.fn.__name__, torch.int32 in types))
         launch(kernel, grid, *arguments)
 
     monkeypatch.setattr(Kernel, "__call__", noted)
