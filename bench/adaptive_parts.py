@@ -45,6 +45,7 @@ PERF = PerfModel(
 )  # fmt: skip
 RANK_BYTES = LLAMA2_7B.adapter_rank_bytes(("q_proj", "k_proj", "v_proj", "o_proj"))
 LINEAR_BYTES = 2 * LLAMA2_7B.layers * sum(a * b for a, b in map(LLAMA2_7B.features, MODULES))
+COPY = MergedCopyModel(size_bytes=LINEAR_BYTES, mib_ms=0.02)  # of all linear layers
 SLO = Slo(ttft_slo_ms=1000.0, tpot_slo_ms=100.0)
 
 
@@ -210,7 +211,7 @@ def worker(load: Load, setting: Setting) -> WorkerSpec:
             merge=setting.merge,
             prefetch=4,
         ),
-        merged_copy=MergedCopyModel(size_bytes=LINEAR_BYTES, mib_ms=0.02),
+        merged_copy=COPY,
     )
 
 

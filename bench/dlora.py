@@ -50,10 +50,18 @@ GUESSES = {
     "unmerged-only, einsum": 3.6,
     "no LoRA": 4.4,
     "ours, unmerged": 4.1,
-    "ours, merging": 4.2,
+    "ours, in place": 4.2,
+    "ours, shared memory": 4.2,
+    "ours, a copy": 4.2,
+    "ours, a copy where it pays": 4.2,
 }
 """The rate in requests/s at which the search for the rate of the objective begins."""
-ALIKE = ("unmerged-only, einsum", "no LoRA", "ours, unmerged")
+UNMERGED, SHARED = "ours, unmerged", "ours, shared memory"
+MERGING = {"ours, in place": UNMERGED, "ours, a copy": SHARED, "ours, a copy where it pays": SHARED}
+"""Our kernels with merging, and the same without: in place as in the paper, which no worker does, and in a copy as a worker's
+--merge on and auto, which takes memory that KV blocks and adapters share."""
+LIGHT_LOAD = 2.0
+ALIKE = ("unmerged-only, einsum", "no LoRA", UNMERGED)
 """Systems whose result does not depend on the skew, because it does not matter which adapter a request is for."""
 RIVALS = ("merged-only", "unmerged-only, einsum")
 PERFECT, FREE = "perfect balance", "perfect balance, no LoRA"
@@ -156,7 +164,7 @@ def _alone(bench: Bench) -> dict[str, Any]:
         case = bench.case(name, skew=skew, rate=GUESSES[name], seconds=bench.alone_s)
         return bench.pool.submit(sustained, case, tries=2 if bench.quick else 6)
 
-    every = {name: search(name, last) for name in (*ALIKE, "ours, merging")}
+    every = {name: search(name, last) for name in (*ALIKE, SHARED, *MERGING)}
     searches = {(name, skew): search(name, skew) for skew in skews for name in ("dlora", "merged-only")}
     alike = {name: future.result()[0].rate for name, future in every.items()}
     found: dict[str, Any] = {}
@@ -209,12 +217,30 @@ def _alone(bench: Bench) -> dict[str, Any]:
             max(one["rates"]["reachable"] for one in found.values()) / alike["unmerged-only, einsum"], 3
         ),
         "vs_unmerged_only_limit": round(limit / alike["unmerged-only, einsum"], 3),
-        "vs_our_unmerged": round(alike["ours, merging"] / alike["ours, unmerged"], 3),
+        **_ours(bench, last, alike),
         "latency_vs_merged_only": best("latency_ms", "merged-only", more=False),
         "latency_vs_unmerged_only": best("latency_ms", "unmerged-only, einsum", more=False),
         "p90_vs_merged_only": best("p90_ms", "merged-only", more=False),
         "p90_vs_unmerged_only": best("p90_ms", "unmerged-only, einsum", more=False),
         "by_skew": found,
+    }
+
+
+def _ours(bench: Bench, skew: int, rates: Mapping[str, float]) -> dict[str, Any]:
+    """Merging with our kernels, in place and in a copy, over not merging: at the rate of the objective, and at a light load."""
+    names = (UNMERGED, SHARED, *MERGING)
+    light = bench.run(**{name: bench.case(name, skew=skew, rate=LIGHT_LOAD, seconds=bench.alone_s) for name in names})
+    bench.watch.mark()
+    columns = ("", "requests/s at the objective", "at a light load: ms per token", "TTFT p99 ms", "merged share", "switches")
+    rows = [[n, rates[n], light[n].latency_ms, light[n].ttft_p99_ms, light[n].merged, light[n].switches] for n in names]
+    print(report.table(f"our kernels, skew {skew}, light load {LIGHT_LOAD} requests/s", columns, rows), flush=True)
+    in_place, copy, paying = (round(rates[name] / rates[without], 3) for name, without in MERGING.items())
+    return {
+        "in_place_vs_our_unmerged": in_place,
+        "copy_vs_our_unmerged": copy,
+        "paying_copy_vs_our_unmerged": paying,
+        "light_load_latency_ms": {name: round(one.latency_ms, 1) for name, one in light.items()},
+        "light_load_ttft_p99_ms": {name: round(one.ttft_p99_ms, 1) for name, one in light.items()},
     }
 
 

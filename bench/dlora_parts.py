@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.adaptive_parts import COPY
 from bench.dlora_limit import Grouping
 from bench.rivals.merging import always_merged
 from bench.rivals.policies import least_pending, pending_ms
@@ -36,9 +37,10 @@ from motet.policies.cluster.rebalance import RebalanceConfig
 from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.policies.times.perf_model import Floats
 from motet.shared.model import PerfModel, Slo, WorkerLimits
-from motet.shared.worker_options import WorkerOptions
+from motet.shared.worker_options import Switch, WorkerOptions
 from motet.twin.cluster import BalanceSpec, Cluster
 from motet.twin.link import LinkModel
+from motet.twin.memory import LLAMA2_7B
 from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import LoraShare, PerfSteps
@@ -93,13 +95,17 @@ PLAN = RebalanceConfig(wait_ms=50.0)
 class System:
     """What a cluster does.
 
-    `lora`: what LoRA adds to a step; `merge`: None never, "always", or thresholds; `dispatch`: a policy of the scheduler,
-    "turn" (round-robin over the workers with the adapter) or "mode" (pending time, plus `REST_MS` where another adapter is
-    merged); `balance`: requests move between workers; `pooled`: one worker with the memory and speed of all (`_pool`).
+    `lora`: what LoRA adds to a step; `merge`: None never, "always", or thresholds, for merging in place as in the paper, which
+    no worker of Motet does; `shared`: adapters and KV blocks share the memory; `copy`: a worker's --merge, whose copy takes
+    memory of both; `dispatch`: a policy of the scheduler, "turn" (round-robin over the workers with the adapter) or "mode"
+    (pending time, plus `REST_MS` where another adapter is merged); `balance`: requests move between workers; `pooled`: one
+    worker with the memory and speed of all (`_pool`).
     """
 
     lora: float = EINSUM
     merge: MergeConfig | str | None = None
+    shared: bool = False
+    copy: Switch = "off"
     turn: int = 300
     dispatch: str = "least-pending"
     balance: RebalanceConfig | None = None
@@ -111,7 +117,10 @@ SYSTEMS = {
     "merged-only": System(merge="always"),
     "unmerged-only, einsum": System(),
     "ours, unmerged": System(lora=OURS),
-    "ours, merging": System(lora=OURS, merge=MERGE),
+    "ours, in place": System(lora=OURS, merge=MERGE),
+    "ours, shared memory": System(lora=OURS, shared=True),
+    "ours, a copy": System(lora=OURS, shared=True, copy="on"),
+    "ours, a copy where it pays": System(lora=OURS, shared=True, copy="auto"),
     "no LoRA": System(lora=0.0),
     "dlora, moves": System(merge=FAIR, balance=PLAN),
     "round-robin": System(merge=FAIR, dispatch="turn"),
@@ -291,13 +300,17 @@ def build(case: Case) -> Cluster:
         costs = MergeCosts(switch_ms=SWITCH_MS, step_ms=29.0, row_ms=0.1 + 1e-9 * CONTEXT_TOKEN_PS * 500, lora=system.lora)
         policy = partial(Merging, config=system.merge) if isinstance(system.merge, MergeConfig) else always_merged
         merging = MergeInPlace(costs=costs, policy=policy)
+    block_bytes = LIMITS.block_size * LLAMA2_7B.kv_token_bytes
     spec = WorkerSpec(
-        limits=LIMITS,
+        limits=msgspec.structs.replace(LIMITS, kv_block_bytes=block_bytes) if system.shared else LIMITS,
         perf=PERF,
         steps=LoraShare(PerfSteps(PERF, context_token_ps=CONTEXT_TOKEN_PS), system.lora),
         link=LINK,
-        options=WorkerOptions(max_step_tokens=2048, max_loras=64, queues="fcfs", foresight="off", cold_start="blocking"),
+        options=WorkerOptions(
+            max_step_tokens=2048, max_loras=64, queues="fcfs", foresight="off", cold_start="blocking", merge=system.copy
+        ),
         in_place=merging,
+        merged_copy=COPY,
     )
     if system.pooled:
         spec = _pool(spec, case)

@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="directory of the results")
     parser.add_argument("--have", type=Path, help="directory of earlier results: their points are not measured again")
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds after which it stops by itself")
-    parser.add_argument("--only", default="", help="points whose names contain this, no others")
+    parser.add_argument("--only", default="", help="points whose names contain this, or one of several parts like a|b")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny shapes, Triton's interpreter; all stages")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
@@ -86,7 +86,7 @@ def _points(stage: int, *, dry: bool, only: str) -> list[Any]:
     from bench.gpu_stages.bed import Bed
     from bench.gpu_stages.stages import points
 
-    return [point for point in points(stage, Bed(dry=dry)) if only in point.name]
+    return [point for point in points(stage, Bed(dry=dry)) if any(part in point.name for part in only.split("|"))]
 
 
 def _healthy() -> bool:

@@ -21,7 +21,8 @@ change a row's result by rounding only. Pool memory that the row's adapter does 
 
 The pool's device selects the implementation: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU. kernels/cpu
 contains compiled whole steps for CPUs. kernels/device copies adapters to a GPU beside the steps; CPU LoRA processes compute
-missing layers meanwhile. kernels/pointwise has the small operations between a layer's products, for both devices.
+missing layers meanwhile. kernels/pointwise has the small operations between a layer's products, and kernels/sampling draws the
+next tokens, for both devices.
 
 This package needs torch and no other package of Motet. (`transformers` looks for a hub package of the same import name; a test
 asserts that it does not mistake this one for it.)

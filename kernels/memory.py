@@ -19,6 +19,8 @@ import torch
 
 from motet.kernels.pages import PagedRange, PhysicalPages
 
+BUFFER_BYTES = 16 << 20
+
 
 def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """`torch.zeros`. On a CPU it is a mapping of its own, in huge pages where possible, whose pages are allocated when used.
@@ -44,6 +46,24 @@ def reserved(shape: Sequence[int], *, dtype: torch.dtype, pages: PhysicalPages |
     there = PagedRange(pages, math.prod(shape) * dtype.itemsize)
     _ranges[there.address] = there
     return there.tensor().view(dtype).view(*shape)
+
+
+def move_down(memory: torch.Tensor, start: int, to: int, count: int) -> None:
+    """Move `count` elements of a flat tensor from `start` to a lower place, which they may overlap."""
+    if memory.device.type != "cpu":
+        move_by_buffer(memory, start, to, count)
+        return
+    at, size = memory.data_ptr(), memory.element_size()
+    ctypes.memmove(at + to * size, at + start * size, count * size)
+
+
+def move_by_buffer(memory: torch.Tensor, start: int, to: int, count: int, buffer_bytes: int = BUFFER_BYTES) -> None:
+    """`move_down` for devices, which cannot copy onto what they read: piece by piece, by way of a buffer where that is less."""
+    piece = max(start - to, buffer_bytes // memory.element_size())
+    for first in range(0, count, piece):
+        length = min(piece, count - first)
+        source = memory[start + first :][:length]
+        memory[to + first :][:length].copy_(source.clone() if start - to < length else source)
 
 
 def give_back(memory: torch.Tensor) -> None:

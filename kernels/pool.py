@@ -9,22 +9,24 @@ Pages of different modules differ in size and lie wherever there is room in `are
 
     arena    [ page | page | hole | page | hole ... )          holes are half-open [start, end) in lines, sorted, never adjacent
 
-When the holes suffice together but none does alone, pages move down (`compact`). All readers use the table, so moving is
-safe between steps, and all free bytes are usable. Ranks of a page beyond the adapter's are zero. Memory in holes is never
-read: it may contain anything, NaN included.
+When the holes suffice together but none does alone, the pages between some of them move down. All readers use the table, so
+moving is safe between steps, and all free bytes are usable. Ranks of a page beyond the adapter's are zero. Memory in holes is
+never read: it may contain anything, NaN included.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from motet.kernels.memory import expect, give_back, lazy_zeros, reserved
+from motet.kernels.memory import expect, give_back, lazy_zeros, move_down, reserved
 from motet.kernels.pages import PhysicalPages
 
 PAGE_RANKS = 8
@@ -219,9 +221,11 @@ class LoraPool:
 
     def free(self, slot: int) -> None:
         """Empty a slot. No effect on an empty one."""
-        for start, lines, owner, _, _ in self._owned():
-            if owner == slot:
-                self._release(start, lines)
+        spans = []
+        for m, module in enumerate(MODULES):
+            starts = self.table[slot, m, : self.pages[slot, m]].tolist()
+            spans += [(start, start + self.page_lines[module]) for start in starts]
+        self._release(spans)
         self.pages[slot] = 0
         self.scales[slot] = 0.0
         self.loaded[slot] = False
@@ -241,7 +245,7 @@ class LoraPool:
         if lines >= old:
             expect(self.arena[old * LINE : lines * LINE])
             if lines > old:
-                self._release(old, lines - old)
+                self._release([(old, lines)])
         else:
             self._clear_above(lines)
         if self.resizing is not None:
@@ -268,62 +272,99 @@ class LoraPool:
     def _clear_above(self, limit: int) -> None:
         """Move the pages beyond `limit` into holes below it. There is enough room, but perhaps not in one piece."""
         self.holes = [(start, min(end, limit)) for start, end in self.holes if start < limit]
-        for start, lines, slot, m, page in reversed(self._owned()):
+        owned = self._owned()
+        for at in reversed(range(len(owned.starts))):
+            start, lines = int(owned.starts[at]), int(owned.lines[at])
             if start + lines <= limit:
                 return
-            hole = next((i for i, (low, high) in enumerate(self.holes) if high - low >= lines), None)
-            if hole is None:
+            if sum(high - low for low, high in self.holes) < lines:  # the page fits only with what it takes below the limit
                 self.compact()
                 return
-            low, high = self.holes[hole]
-            self.holes[hole : hole + 1] = [(low + lines, high)] if high - low > lines else []
-            self._move(start, low, lines, slot, m, page)
+            self._move(owned, slice(at, at + 1), self._allocate(lines))
             if start < limit:
-                self._release(start, limit - start)
+                self._release([(start, limit)])
 
-    def _move(self, start: int, to: int, lines: int, slot: int, m: int, page: int) -> None:
-        """Move a page's content and address down from `start` to `to`."""
+    def _move(self, owned: _Owned, some: slice, to: int) -> None:
+        """Move pages that lie one behind the other, and their addresses, down to `to`."""
+        start, lines = int(owned.starts[some][0]), int(owned.lines[some].sum())
         with self.still():
-            source = self.arena[start * LINE : (start + lines) * LINE]
-            self.arena[to * LINE : (to + lines) * LINE].copy_(source.clone() if start - to < lines else source)
-            self.table[slot, m, page] = to
+            move_down(self.arena, start * LINE, to * LINE, lines * LINE)
+            self.table[owned.slots[some], owned.modules[some], owned.pages[some]] -= start - to
         self.version += 1
 
     def _allocate(self, lines: int) -> int:
-        """Allocate the first hole that is large enough, and return its start. The caller has checked the total."""
-        for attempt in range(2):
-            for i, (start, end) in enumerate(self.holes):
-                if end - start >= lines:
-                    self.holes[i : i + 1] = [(start + lines, end)] if end - start > lines else []
-                    return start
-            if attempt == 0:
-                self.compact()
-        raise AssertionError("free bytes were counted wrongly")
+        """Take the first hole that is large enough, and return its start. The caller has checked the total."""
+        hole = next((i for i, (start, end) in enumerate(self.holes) if end - start >= lines), None)
+        if hole is None:
+            hole = self._join(lines)
+        start, end = self.holes[hole]
+        self.holes[hole : hole + 1] = [(start + lines, end)] if end - start > lines else []
+        return start
 
-    def _release(self, start: int, lines: int) -> None:
-        holes = sorted([*self.holes, (start, start + lines)])
+    def _join(self, lines: int) -> int:
+        """Make one hole of neighbouring ones with `lines` together, those with the least between them. Returns its index."""
+        sizes = [end - start for start, end in self.holes]
+        least, first, joined = math.inf, 0, 0
+        window = slice(0, 0)
+        for last, size in enumerate(sizes):
+            joined += size
+            while joined - sizes[first] >= lines:
+                joined -= sizes[first]
+                first += 1
+            between = self.holes[last][1] - self.holes[first][0] - joined
+            if joined >= lines and between < least:
+                least, window = between, slice(first, last + 1)
+        assert window.stop, "free bytes were counted wrongly"
+        low, high = self.holes[window.start][0], self.holes[window.stop - 1][1]
+        self.holes[window] = [(self._slide(low, high), high)]
+        return window.start
+
+    def _release(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Make holes of spans of lines, [start, end)."""
         merged: list[tuple[int, int]] = []
-        for begin, end in holes:
+        for begin, end in sorted([*self.holes, *spans]):
             if merged and merged[-1][1] == begin:
                 merged[-1] = (merged[-1][0], end)
             else:
                 merged.append((begin, end))
         self.holes = merged
 
-    def _owned(self) -> list[tuple[int, int, int, int, int]]:
-        """(start, lines, slot, module index, page) of every page in use, by address."""
-        return sorted(
-            (int(self.table[slot, m, page]), self.page_lines[module], slot, m, page)
-            for slot in np.flatnonzero(self.loaded).tolist()
-            for m, module in enumerate(MODULES)
-            for page in range(int(self.pages[slot, m]))
-        )
+    def _owned(self) -> _Owned:
+        """Every page in use, by address."""
+        used = (np.arange(self.table.shape[2]) < self.pages[:, :, None]) & self.loaded[:, None, None]
+        slots, modules, pages = np.nonzero(used)
+        starts = self.table[slots, modules, pages]
+        order = np.argsort(starts)
+        lines = np.array([self.page_lines[module] for module in MODULES])[modules]
+        return _Owned(starts[order], lines[order], slots[order], modules[order], pages[order])
 
     def compact(self) -> None:
         """Move every page down to the end of the one before it; one hole remains at the top."""
-        at = 0
-        for start, lines, slot, m, page in self._owned():
-            if start != at:
-                self._move(start, at, lines, slot, m, page)
-            at += lines
-        self.holes = [(at, self._lines)] if at < self._lines else []
+        end = self._slide(0, math.inf)
+        self.holes = [(end, self._lines)] if end < self._lines else []
+
+    def _slide(self, low: int, high: float) -> int:
+        """Move the pages of [low, high) down to `low`, one behind the other. Returns where the last one ends."""
+        owned = self._owned()
+        first, last = (int(at) for at in np.searchsorted(owned.starts, (low, high)))
+        ends = owned.starts + owned.lines
+        after_hole = owned.starts[first + 1 : last] != ends[first : last - 1] if last > first else ends[:0]
+        for begin, end in itertools.pairwise([first, *(first + 1 + np.flatnonzero(after_hole)).tolist(), last]):
+            if begin == end:
+                break  # no page at all
+            lines = int(ends[end - 1] - owned.starts[begin])
+            if owned.starts[begin] != low:
+                self._move(owned, slice(begin, end), low)
+            low += lines
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """Pages in use, by address: first line, lines, slot, module index and number of each. int64 [n]."""
+
+    starts: np.ndarray
+    lines: np.ndarray
+    slots: np.ndarray
+    modules: np.ndarray
+    pages: np.ndarray

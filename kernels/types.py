@@ -1,4 +1,5 @@
-"""What kernels hand to each other: the KV cache, the attention library that serves it, a result that is still to be added.
+"""What kernels hand to each other: the KV cache, the attention library that serves it, a result that is still to be added, and
+how rows draw their tokens.
 
     KvCache.data   [layers, all blocks, block_size, 2, kv_heads, head_dim]      K is index 0 of the fourth axis, V index 1
                    [layers, all blocks, bytes of a block] in int8               layout and scales: cpu/src/kv.h
@@ -146,3 +147,18 @@ class Delta:
 
     values: torch.Tensor
     adapted: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRules:
+    """How the rows of a batch draw their tokens, see sampling.py."""
+
+    temperature: np.ndarray  # float32 [n], 0 for the argmax
+    min_p: np.ndarray  # float32 [n], 0 for off
+    top_k: np.ndarray  # int64 [n], 0 for off
+    top_p: np.ndarray  # float64 [n], 1 or more for off
+
+    @property
+    def drawing(self) -> np.ndarray:
+        """Which rows have a temperature, bool [n]."""
+        return self.temperature > 0

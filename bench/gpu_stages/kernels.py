@@ -32,6 +32,7 @@ STEPS = 12
 SHOWN = 30  # kernels
 KINDS = {
     "lora": r"lora_",
+    "draws": r"peak_tiles|measure_tiles|gather_keys|select_key|weigh_tiles|pick_token",
     "between products": r"add_norm|rotate_and_store|silu_mul",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|mm_|linear|addmm|splitk",
     "attention": r"fmha|flash|attention|softmax|bmm|sdpa",

@@ -27,6 +27,7 @@ TESTS = [
     "test_triton_lora",
     "test_triton_attention",
     "test_triton_pointwise",
+    "test_triton_sampling",
     "test_triton_batch",
     "test_device",
     "test_staging",

@@ -15,11 +15,20 @@ def points(stage: int, bed: Bed) -> list[Point]:
     if stage == 2:
         from bench.gpu_stages.attention import Attention
         from bench.gpu_stages.plans import Plans
+        from bench.gpu_stages.sampling import Sampling
         from bench.gpu_stages.tokens import Tokens
 
         plans, attention = Plans(bed), Attention(bed).points()
         first = plans.points()
-        return [*first[:3], attention[0], *Tokens(bed).points(), *attention[1:], *first[3:], plans.tests()]
+        return [
+            *first[:3],
+            attention[0],
+            *Sampling(bed).points(),
+            *Tokens(bed).points(),
+            *attention[1:],
+            *first[3:],
+            plans.tests(),
+        ]
     if stage == 3:
         from bench.gpu_stages.decode import Decode
 

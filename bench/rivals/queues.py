@@ -26,14 +26,13 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import pairwise
 from math import inf
-from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.step.batch_state import PATIENCE, AdmissionState, S
 from motet.policies.step.overtaking import steps_left
-from motet.policies.step.request_queues import TTFT_SLO_S, WINDOW
+from motet.policies.step.request_queues import TTFT_SLO_S, WINDOW, Queues
 
 Floats = NDArray[np.float64]
 INPUT, OUTPUT = 0.4, 0.6
@@ -48,7 +47,7 @@ STRUCTURE = 0.5
 """Mean silhouette below which sizes have no clusters, so that one queue serves them best."""
 
 
-class ShortestFirst(Generic[S]):
+class ShortestFirst(Queues[S]):
     """The request with the least predicted output first, within a priority."""
 
     squashes = False
@@ -94,7 +93,7 @@ class _Lane:
 
 
 @dataclass(eq=False)
-class SizeQueues(Generic[S]):
+class SizeQueues(Queues[S]):
     """Chameleon's queues (section 4.3).
 
     `total_tokens`: the tokens that KV cache and adapter memory hold together; `token_bytes`: the KV bytes of one token.

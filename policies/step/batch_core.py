@@ -27,7 +27,7 @@ from motet.policies.step.cold_start import AssistRates, ColdStarts
 from motet.policies.step.merge_decision import Merging, Modes
 from motet.policies.step.merged_copy import MergedCopy, SpareMemory
 from motet.policies.step.paying_merge import PayingMerge
-from motet.policies.step.request_queues import Queues, mechanism_of, order_holds_s
+from motet.policies.step.request_queues import Queues, mechanisms_of
 from motet.policies.times.perf_model import Coefficients
 from motet.shared.model import Mechanism, PerfModel
 
@@ -160,7 +160,7 @@ class BatchCore(Generic[S]):
     @property
     def mechanisms(self) -> dict[str, Mechanism]:
         """Those that turn on by themselves, by name, and why they are on or not."""
-        found = mechanism_of(self._admission.queues, len(self.state.waiting))
+        found = mechanisms_of(self._admission.queues, len(self.state.waiting))
         if self.copy is not None:
             found["merge"] = self.copy.mechanism
         return found
@@ -169,7 +169,8 @@ class BatchCore(Generic[S]):
         """Until when no other waiting sequence may join if nothing else happens."""
         if not self.state.waiting or len(self.state.running) >= self.seats:
             return inf
-        return order_holds_s(self._admission.queues, now_s)
+        queues = self._admission.queues
+        return queues.holds_s(now_s) if queues is not None else inf
 
     # ---- a step
 

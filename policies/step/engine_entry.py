@@ -32,7 +32,7 @@ import msgspec
 from motet.policies.memory.adapter_slots import AdapterSlots, Grant
 from motet.policies.memory.kv_blocks import KvBlocks
 from motet.policies.step.batch_state import AdmissionState, Sequence, give_back_slot, slot_users, wait
-from motet.policies.step.request_queues import Queues, mechanism_of
+from motet.policies.step.request_queues import Queues, mechanisms_of
 from motet.shared.model import Mechanism
 
 WINDOW = 128
@@ -216,7 +216,7 @@ class EngineEntry(Generic[E]):
     @property
     def mechanisms(self) -> dict[str, Mechanism]:
         """Those that turn on by themselves, by name, and why they are on or not."""
-        return mechanism_of(self._queues, len(self.state.waiting))
+        return mechanisms_of(self._queues, len(self.state.waiting))
 
     # ---- adapters without a request
 

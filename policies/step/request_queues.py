@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import inf
-from typing import Any, Generic, Protocol
+from typing import Any, Protocol
 
 from motet.policies.step.batch_state import PATIENCE, AdmissionState, S, insert
 from motet.shared.model import Mechanism
@@ -33,7 +33,9 @@ TURN = 32
 
 
 class Queues(Protocol[S]):
-    """Decides which waiting sequences may join the batch, and in which order."""
+    """Decides which waiting sequences may join the batch, and in which order. To be inherited from: the last two need not be
+    written.
+    """
 
     squashes: bool
     """Whether a sequence overtakes one without adapter memory only if it is predicted to end in time, and is preempted when
@@ -54,6 +56,14 @@ class Queues(Protocol[S]):
     def left(self, seq: S) -> None:
         """The sequence has ended."""
 
+    def holds_s(self, now_s: float) -> float:
+        """Until when waiting sequences stay in this order if nothing else happens."""
+        return inf
+
+    def mechanism(self, waiting: int) -> Mechanism | None:
+        """For people: whether an order that turns on by itself is on, with so many waiting, and why. None for others."""
+        return None
+
 
 @dataclass
 class _Flow:
@@ -64,7 +74,7 @@ class _Flow:
 
 
 @dataclass(eq=False)
-class PutOff(Generic[S]):
+class PutOff(Queues[S]):
     """One queue, ordered by due time plus delays for the request's size and for its flow's use.
 
     `size`: the delay of a request of mean size, in TTFT objectives; twice the size is delayed twice as much. Short requests
@@ -171,7 +181,7 @@ class _Waiting:
 
 
 @dataclass(eq=False)
-class LateLast(Generic[S]):
+class LateLast(Queues[S]):
     """First come, first served, but requests that have missed their TTFT objective come after those that can still keep it.
 
     Once there are too many requests, a late one that goes first makes the next one late too. A request is late that has waited
@@ -221,6 +231,12 @@ class LateLast(Generic[S]):
         """Until when the order stays as it is if nothing else happens."""
         return self._next_s if self._turn_of is None else now_s
 
+    def mechanism(self, waiting: int) -> Mechanism:
+        """Whether late requests wait behind others."""
+        if waiting and self.late:
+            return Mechanism("on", f"{self.late} of {waiting} waiting requests are late")
+        return Mechanism("waiting", "no waiting request is late")
+
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
         """The waiting requests in their order."""
         if now_s >= self._next_s:
@@ -250,18 +266,10 @@ class LateLast(Generic[S]):
         insert(state.waiting, seq)
 
 
-def order_holds_s(queues: object, now_s: float) -> float:
-    """Until when waiting requests stay in this order if nothing else happens."""
-    return queues.holds_s(now_s) if isinstance(queues, LateLast) else inf
-
-
-def mechanism_of(queues: object, waiting: int) -> dict[str, Mechanism]:
-    """For people: whether these queues, with so many waiting requests, let late ones wait. Empty for those that never do."""
-    if not isinstance(queues, LateLast):
-        return {}
-    if waiting and queues.late:
-        return {"queues": Mechanism("on", f"{queues.late} of {waiting} waiting requests are late")}
-    return {"queues": Mechanism("waiting", "no waiting request is late")}
+def mechanisms_of(queues: Queues[S] | None, waiting: int) -> dict[str, Mechanism]:
+    """{"queues": whether the order has turned on by itself, and why}; empty for orders that never do."""
+    mechanism = queues.mechanism(waiting) if queues is not None else None
+    return {"queues": mechanism} if mechanism is not None else {}
 
 
 class MakeQueues(Protocol):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from motet.kernels import KvCache, LoraPool, PackedLora, PoolFull
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.loading import CpuLoader
+from motet.kernels.memory import move_by_buffer, move_down
 from tests.kernels.test_lora import LAYERS, SHAPES, load_or_free
 
 MIB = 1 << 20
@@ -85,6 +88,14 @@ def test_adapters_stay_what_they_are_while_the_pool_shrinks_and_grows(seed: int)
                     at, source = int(pool.table[slot, m, page]), int(packed.table[0, m, page])
                     assert (at + lines) * 8 * 4 <= pool.bytes_total
                     assert torch.equal(pool.arena[at * 8 : (at + lines) * 8], packed.arena[source * 8 : (source + lines) * 8])
+
+
+@pytest.mark.parametrize("down", [1, 3, 40, 100])
+@pytest.mark.parametrize("move", [move_down, partial(move_by_buffer, buffer_bytes=64)], ids=["at once", "by a buffer"])
+def test_what_moves_down_onto_itself_stays_what_it_is(move: Callable[..., None], down: int) -> None:
+    memory = torch.arange(200.0)
+    move(memory, 100, 100 - down, 90)
+    assert memory.tolist() == [*range(100 - down), *range(100, 190), *range(190 - down, 200)]
 
 
 def test_a_smaller_pool_gives_back_its_end() -> None:

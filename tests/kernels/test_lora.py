@@ -270,6 +270,18 @@ def test_free_bytes_are_usable_bytes_however_fragmented(seed: int) -> None:
         assert relative_error(y, want) < 2e-6
 
 
+def test_of_several_ways_to_make_room_the_one_that_moves_least_is_taken() -> None:
+    pool = make_pool(bytes_total=SLOTS * make_pool().bytes_needed({"k_proj": 8}))
+    for slot in range(SLOTS):
+        load(pool, slot, random_adapter(random.Random(slot), {"k_proj": 8}))
+    before = pool.table[:, MODULES.index("k_proj"), 0].copy()
+    for slot in (1, 6, 8):
+        pool.free(slot)
+    load(pool, 1, random_adapter(random.Random(0), {"q_proj": 8}))  # fits into two of the holes
+    moved = np.flatnonzero(pool.table[:, MODULES.index("k_proj"), 0] != before)
+    assert moved.tolist() == [7]
+
+
 def test_a_row_that_names_an_empty_slot_is_refused() -> None:
     pool = make_pool()
     load(pool, 1, random_adapter(random.Random(1), {"o_proj": 4}))

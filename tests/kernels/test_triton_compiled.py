@@ -18,6 +18,8 @@ import pytest
 from motet.kernels.triton.attention import LAUNCHES as ATTENTION
 from motet.kernels.triton.attention import SPLITTING
 from motet.kernels.triton.lora import EXPANDS, SHRINKS
+from motet.kernels.triton.sampling import TILE
+from motet.kernels.triton.sampling import WARPS as SAMPLING
 from motet.kernels.triton.scatter import BLOCK as SCATTER_BLOCK
 from motet.kernels.triton.scatter import WARPS as SCATTER_WARPS
 
@@ -110,6 +112,18 @@ def test_operations_between_products_do_not_spill_and_move_16_bytes(
         if name != "silu_mul" or shapes != "ragged":  # its rows do not begin at multiples of 16 bytes
             assert used["loads_16"] > 0 and used["stores_16"] > 0
             assert used["loads_16_bits"] == used["stores_16_bits"] == 0
+
+
+@pytest.mark.parametrize("vocab_size", [128256, 49155])
+@pytest.mark.parametrize("name", SAMPLING)
+def test_draws_do_not_spill_and_several_of_their_programs_fit(
+    compiled: dict[str, dict[str, Any]], name: str, vocab_size: int
+) -> None:
+    used = compiled[f"{name}, {vocab_size}"]
+    assert used["local_bytes"] == 0
+    assert used["registers"] * 32 * SAMPLING[name] * 3 <= REGISTERS_PER_MULTIPROCESSOR
+    if vocab_size % 4 == 0 and name != "select_key":
+        assert used["loads_16"] >= TILE // (4 * 32 * SAMPLING[name])
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])

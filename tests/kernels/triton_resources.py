@@ -15,12 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from motet.kernels.triton import sampling_kernels
 from motet.kernels.triton.attention import LAUNCHES, SPLITTING
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink
 from motet.kernels.triton.lora import EXPANDS, MOST_SPLITS, SHRINKS, TILES
 from motet.kernels.triton.pointwise import COLUMNS, COLUMNS_WARPS, GROUP, head_launch, norm_launch
 from motet.kernels.triton.pointwise_kernels import add_norm, rotate_and_store, silu_mul
+from motet.kernels.triton.sampling import CHUNK, ROOM, TILE, WARPS
 from motet.kernels.triton.scatter import BLOCK as SCATTER_BLOCK
 from motet.kernels.triton.scatter import WARPS as SCATTER_WARPS
 from motet.kernels.triton.scatter import scatter_kernel
@@ -33,7 +35,10 @@ POINTERS = {
     "parts": "*fp32", "sums": "*fp32", "arrived": "*i32",
     "values": "*bf16", "adapted": "*i32", "weight": "*bf16", "qkv": "*bf16", "cos": "*bf16", "sin": "*bf16",
     "qk_norm": "*bf16", "kv_slots": "*i64", "gate_up": "*bf16", "eps": "fp32",
+    "logits": "*fp32", "rules": "*fp64", "peaks": "*i64", "means": "*fp32", "pivots": "*i32", "table": "*fp32",
+    "gathered": "*i32", "found": "*i32", "cuts": "*i32", "noise": "*fp64",
 }  # fmt: skip
+SAMPLING = [getattr(sampling_kernels, name) for name in WARPS]
 Configuration = tuple[Any, dict[str, Any], dict[str, Any]]
 UNALIGNED = ("scale", "eps", "adapted", "kv_slots")
 ALIGNED = tuple(
@@ -105,11 +110,24 @@ def between_products(hidden: int, heads: int, head_dim: int, mlp: int) -> dict[s
     }
 
 
+def sampling(vocab_size: int) -> dict[str, Configuration]:
+    """The same of drawing tokens."""
+    tiles = triton.cdiv(vocab_size, TILE)
+    sizes = {"VOCAB": vocab_size, "TILES": tiles, "PADDED": triton.next_power_of_2(tiles)}
+    sizes |= {"TILE": TILE, "CHUNK": CHUNK, "ROOM": ROOM}
+    found: dict[str, Configuration] = {}
+    for name, kernel in zip(WARPS, SAMPLING, strict=True):
+        found[name] = kernel, {key: size for key, size in sizes.items() if key in kernel.arg_names}, {"num_warps": WARPS[name]}
+    return found
+
+
 def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any], *, fp32: bool = False) -> dict[str, Any]:
     """Registers and local memory of the machine code, shared memory, and how global memory is read."""
     names, pointers = kernel.arg_names, POINTERS
     if fp32 or constants.get("UPCAST"):
         pointers = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
+    if kernel in SAMPLING:
+        pointers = {**pointers, "sums": "*i64", "out": "*i32"}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in ALIGNED}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes)
@@ -150,4 +168,7 @@ if __name__ == "__main__":
         found[f"scatter, {kind}"] = resources(
             scatter_kernel, {"UNIT": unit, "BLOCK": SCATTER_BLOCK}, {"num_warps": SCATTER_WARPS}
         )
+    for vocab_size in (128256, 49155):
+        for name, configuration in sampling(vocab_size).items():
+            found[f"{name}, {vocab_size}"] = resources(*configuration)
     print(json.dumps(found, indent=2))

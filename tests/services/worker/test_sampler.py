@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from motet.services.worker.native.sampler import Drawn, Sampler, filter_probabilities, invert_cdf, uniforms
+from motet.kernels.sampling import filter_probabilities, invert_cdf
+from motet.kernels.triton import sampling as triton_sampling
+from motet.kernels.triton.lora import INTERPRETED
+from motet.services.worker.native import sampler as sampler_module
+from motet.services.worker.native.sampler import Drawn, Sampler, uniforms
 from motet.shared.model import SamplingParams
 
 DRAWS = 4000
@@ -158,6 +162,18 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
     order = np.random.default_rng(0).permutation(rows).tolist()
     shuffled = draw(sampler_of(params, vocab), logits[order], order).tokens.tolist()
     assert shuffled == [together[i] for i in order]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tensors here are the CPU's")
+def test_the_kernels_of_a_gpu_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, vocab = 21, 4300
+    params, logits = mixed(rows), logits_of(rows, vocab)
+    want = draw(sampler_of(params, vocab), logits)
+    monkeypatch.setattr(sampler_module, "draws_for", triton_sampling.Draws)
+    found = draw(sampler_of(params, vocab), logits)
+    assert found.tokens.tolist() == want.tokens.tolist() and found.logprobs == want.logprobs
+    logits[3, 5] = math.nan
+    assert draw(sampler_of(params, vocab), logits).broken == [3]
 
 
 def test_a_draw_repeats_itself_and_another_seed_or_position_does_not() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from motet.kernels import prepare_lora
+from motet.kernels import prepare_lora, sampling
 from motet.kernels.cpu import BuildError, CpuEngine
 from motet.kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, host_streams
 from motet.services.worker.native.assist_processes import CpuAssist
@@ -66,6 +66,7 @@ def torch_runner(
     model = Model(memory.config, weights_of(options, memory, Makers(_linear)))
     model.prepare()
     prepare_lora(memory.pool)
+    sampling.prepare(memory.config.vocab_size, memory.device)
     merged = prompts = None
     if graphs is not None:
         prompts = PromptGraphs(model, memory.cache, memory.pool, scratch_block=graphs.scratch_block, memory=graphs.memory)
