@@ -29,7 +29,7 @@ asserts that it does not mistake this one for it.)
 """
 
 from motet.kernels.attention import AttentionBatch, attend, attend_stored
-from motet.kernels.lora import LoraBatch, add_lora, prepare_lora, start_lora
+from motet.kernels.lora import LoraBatch, add_lora, lora_plan, lora_plans, prepare_lora, start_lora
 from motet.kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PackedLora, PoolFull
 from motet.kernels.types import KvCache
 
@@ -45,6 +45,8 @@ __all__ = [
     "add_lora",
     "attend",
     "attend_stored",
+    "lora_plan",
+    "lora_plans",
     "prepare_lora",
     "start_lora",
 ]

@@ -93,13 +93,17 @@ class AttentionBatch:
         return batch
 
     @staticmethod
-    def reserve(cache: KvCache, *, rows: int, columns: int, windows: Sequence[int]) -> AttentionBatch:
-        """A plan for `rows` decoding sequences of up to `columns` blocks each, for `update`: its tensors stay in place."""
+    def reserve(cache: KvCache, *, rows: int, columns: int, windows: Sequence[int], prompts: bool = False) -> AttentionBatch:
+        """A plan for `rows` decoding sequences of up to `columns` blocks each, for `update`: its tensors stay in place.
+
+        With `prompts`, which a library must support (`graphs_prompts`), it is for any sequences of together up to `rows` rows.
+        """
         device, positions = cache.data.device, columns * cache.block_size
         batch = AttentionBatch(torch.zeros(rows, dtype=torch.int64, device=device), {}, {})
         if cache.library is not None:
-            batch.library = cache.library.for_graph(rows, columns)
+            batch.library = cache.library.for_graph(rows, columns, prompts=prompts)
             return batch
+        assert not prompts, "without a library their plan has tensors of other shapes for every step"
         for window in dict.fromkeys(windows):
             blocks = torch.full((rows * columns,), cache.null_block, dtype=torch.int64, device=device)
             mask = torch.full((rows, 1, 1, positions), float("-inf"), dtype=cache.data.dtype, device=device)
@@ -107,12 +111,21 @@ class AttentionBatch:
             batch.prefill[window] = []
         return batch
 
-    def update(self, cache: KvCache, *, context_lens: np.ndarray, block_tables: np.ndarray, kv_slots: np.ndarray) -> None:
+    def update(
+        self,
+        cache: KvCache,
+        *,
+        context_lens: np.ndarray,
+        block_tables: np.ndarray,
+        kv_slots: np.ndarray,
+        seq_starts: np.ndarray | None = None,
+    ) -> None:
         """Change a reserved plan to that of this step: as many sequences as reserved, one row each.
 
-        The arrays are those of `build`.
+        The arrays are those of `build`. `seq_starts` is given where prompts are; `kv_slots` goes on to the reserved rows then.
         """
-        seq_starts = np.arange(len(kv_slots) + 1, dtype=np.int32)
+        if seq_starts is None:
+            seq_starts = np.arange(len(kv_slots) + 1, dtype=np.int32)
         if self.library is not None:
             _clear_begun(cache, seq_starts, kv_slots)
             fill(self.kv_slots, kv_slots)
@@ -154,9 +167,10 @@ def attend_stored(
     positions up to its own and, with `window` > 0, no further back than window - 1.
     """
     rows, _, head_dim = qkv.shape
-    q, kv = qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, -1))
+    q = qkv[:, :heads]
     if batch.library is not None:
         return batch.library.attend(q, layer, window).flatten(1)
+    kv = qkv[:, heads:].unflatten(1, (2, -1))
     out = qkv.new_empty(rows, heads, head_dim)
     for tile in batch.decode[window]:
         out[tile.start : tile.end] = _attend_decode(q[tile.start : tile.end], cache, layer, tile)

@@ -31,6 +31,8 @@ class LibraryAttention:
     stays valid when it is planned again.
     """
 
+    graphs_prompts = False
+
     def __init__(
         self,
         flashinfer: ModuleType,
@@ -58,8 +60,9 @@ class LibraryAttention:
                 fixed["use_cuda_graph"] = True
             self._wrappers[window] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **fixed)
 
-    def for_graph(self, rows: int, columns: int) -> LibraryAttention:
+    def for_graph(self, rows: int, columns: int, *, prompts: bool = False) -> LibraryAttention:
         """A separate plan for a captured graph. Graphs run one at a time and share the workspace."""
+        assert not prompts, "a graph of FlashInfer's has a fixed number of sequences"
         return LibraryAttention(
             self._flashinfer,
             self._cache,

@@ -17,11 +17,11 @@ class LoraBatch:
 
     __slots__ = ("plan", "uses", "version")
 
-    def __init__(self, pool: LoraPool, row_slot: np.ndarray, *, reserved: bool) -> None:
+    def __init__(self, pool: LoraPool, row_slot: np.ndarray, *, reserved: bool, plan: str | None = None) -> None:
         self.uses = kernels_of(pool)
         self.version = pool.version
         make = self.uses.LoraBatch
-        self.plan = make.reserve(pool, len(row_slot)) if reserved else make.build(pool, row_slot)
+        self.plan = make.reserve(pool, len(row_slot), plan) if reserved else make.build(pool, row_slot)
 
     @staticmethod
     def build(pool: LoraPool, row_slot: np.ndarray) -> LoraBatch:
@@ -32,14 +32,29 @@ class LoraBatch:
         return LoraBatch(pool, row_slot, reserved=False)
 
     @staticmethod
-    def reserve(pool: LoraPool, rows: int) -> LoraBatch:
-        """A batch of `rows` rows without adapters, for `update`. On a GPU its buffers stay where a graph expects them."""
-        return LoraBatch(pool, np.full(rows, -1, dtype=np.int32), reserved=True)
+    def reserve(pool: LoraPool, rows: int, plan: str | None = None) -> LoraBatch:
+        """A batch of `rows` rows without adapters, for `update`. On a GPU its buffers stay where a graph expects them.
+
+        `plan` is what `lora_plan` says of such steps, else that of decode steps.
+        """
+        return LoraBatch(pool, np.full(rows, -1, dtype=np.int32), reserved=True, plan=plan)
 
     def update(self, pool: LoraPool, row_slot: np.ndarray) -> None:
         """Change a reserved batch to `row_slot` with as many rows. Raises ValueError when a row names an empty slot."""
         self.plan.update(pool, row_slot)
         self.version = pool.version
+
+
+def lora_plan(pool: LoraPool, row_slot: np.ndarray) -> str:
+    """Which launches the kernels of the pool's device make for a step, from `row_slot`, int32 [rows]."""
+    found: str = kernels_of(pool).plan_for(row_slot)
+    return found
+
+
+def lora_plans(pool: LoraPool) -> tuple[str, ...]:
+    """Everything that `lora_plan` may say."""
+    found: tuple[str, ...] = kernels_of(pool).PLANS
+    return found
 
 
 def prepare_lora(pool: LoraPool) -> None:

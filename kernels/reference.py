@@ -14,6 +14,7 @@ import torch
 
 from motet.kernels.pool import GROUPS, MODULES, PAGE_RANKS, LoraPool
 
+PLANS = ("torch",)
 PADDED_ROWS = 16
 """Groups of up to this many rows are padded to a power of two; larger ones (prefill) are computed as they are."""
 
@@ -87,14 +88,19 @@ class LoraBatch:
         return batch
 
     @staticmethod
-    def reserve(pool: LoraPool, rows: int) -> LoraBatch:
-        """A batch of `rows` rows without adapters."""
+    def reserve(pool: LoraPool, rows: int, plan: str | None = None) -> LoraBatch:
+        """A batch of `rows` rows without adapters. There is one `plan` only."""
         return LoraBatch.build(pool, np.full(rows, -1, dtype=np.int32))
 
     def update(self, pool: LoraPool, row_slot: np.ndarray) -> None:
         """Change the batch to `row_slot`."""
         built = LoraBatch.build(pool, row_slot)
         self.version, self.buckets = built.version, built.buckets
+
+
+def plan_for(row_slot: np.ndarray) -> str:
+    """The only plan."""
+    return PLANS[0]
 
 
 def prepare(pool: LoraPool) -> None:

@@ -123,8 +123,13 @@ class KvCache:
 class Library(Protocol):
     """An attention library with a plan for one step at a time."""
 
-    def for_graph(self, rows: int, columns: int) -> Library:
-        """A plan for exactly `rows` decoding sequences of up to `columns` blocks. A graph captured with it stays valid."""
+    graphs_prompts: bool  # `for_graph` takes `prompts`
+
+    def for_graph(self, rows: int, columns: int, *, prompts: bool = False) -> Library:
+        """A plan for exactly `rows` decoding sequences of up to `columns` blocks. A graph captured with it stays valid.
+
+        With `prompts` it is for any sequences of together up to `rows` rows.
+        """
 
     def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
         """Plan a step with these arrays, which are those of `AttentionBatch.build`."""

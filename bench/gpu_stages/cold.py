@@ -119,7 +119,7 @@ class Cold:
                 seen[way]["decode_steps"] = _parts([one for one in rig.ran if not one.prefill_tokens])
         for way, ones in rounds.items():
             found[way] = {name: statistics.median(one[name] for one in ones) for name in ones[0]} | seen[way]
-        return found
+        return found | {"prompt_graphs": self._served.prompt_graphs}
 
     def _round_trips(self) -> Line:
         cores = len(os.sched_getaffinity(0))

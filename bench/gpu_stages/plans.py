@@ -107,7 +107,8 @@ class Plans:
         return got if delta is None else torch.where(delta.adapted.bool()[:, None], got + delta.values, got)
 
     def _tests(self) -> Line:
-        files = [f"tests/kernels/{name}.py" for name in TESTS] + ["tests/services/worker/test_decode_graphs.py"]
+        files = [f"tests/kernels/{name}.py" for name in TESTS]
+        files += [f"tests/services/worker/{name}.py" for name in ("test_decode_graphs", "test_prompt_graphs")]
         options = ["-q", "-n", "8", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "--timeout", "100"]
         arguments = self._bed.pick([*files, *options], ["--version"])
         done = subprocess.run(

@@ -110,6 +110,12 @@ class Served:
         runner: Any = self.engine.runner
         return type(runner.memory.cache.library).__name__
 
+    @property
+    def prompt_graphs(self) -> int:
+        """How many graphs of steps with prompts there are."""
+        steps: Any = self.engine.runner.steps  # type: ignore[attr-defined]
+        return 0 if steps.prompts is None else len(steps.prompts.captured)
+
     def load(self, count: int) -> int:
         """Copy the first adapters to the device. Returns how many there was room for."""
         there = [self.engine.load_adapter(adapter) for adapter in self.adapters[:count]]

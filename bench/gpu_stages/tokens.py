@@ -25,6 +25,8 @@ from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.results import Line, Point
 from bench.stored_adapters import stored_adapter
 from motet.examples.demo import DEMO
+from motet.kernels.library_attention import LibraryAttention
+from motet.kernels.triton.attention import PagedAttention
 from motet.policies.step.cold_start import ColdStartName
 from motet.policies.step.merge_decision import MergeCosts, Merging
 from motet.policies.step.merged_copy import MERGE
@@ -36,6 +38,7 @@ from motet.services.worker.native.decode_graphs import DecodeBuffers, DecodeGrap
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.merged_model import MergedModel
 from motet.services.worker.native.model import Model
+from motet.services.worker.native.prompt_graphs import PromptBuffers, PromptGraphs
 from motet.services.worker.native.runner import ModelRunner
 from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.clock import now_s
@@ -72,7 +75,7 @@ class Tokens:
 
     def points(self) -> list[Point]:
         kinds: dict[str, dict[str, Any]] = {
-            "graphs": {},
+            "graphs": {"prompts": True},
             "no graphs": {"graphs": False},
             "preempted": {"kv_blocks": self._bed.pick(60, 10)},
             "adapters come and go": {"max_loras": 3, "small": True},
@@ -103,6 +106,7 @@ class Tokens:
         self,
         *,
         graphs: bool = True,
+        prompts: bool = False,
         kv_blocks: int = 400,
         max_loras: int = 20,
         small: bool = False,
@@ -115,7 +119,7 @@ class Tokens:
         lora_bytes = self._bed.pick(4 << 20, 1 << 20) if small else 32 << 20  # room for the largest, and for two others
         options = {"link": cold != "blocking", "assist": assist, "graphs": graphs, "elastic": elastic}
         runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, **options)
-        recorded = _graphs(self._bed, runner) if graphs else None
+        recorded = _graphs(self._bed, runner, prompts=prompts) if graphs else None
         blocks = _Divisions(runner).blocks
         limits = EngineLimits(max_running=64, block_size=BLOCK, kv_blocks=kv_blocks)
         decides = WorkerOptions(max_step_tokens=256, max_loras=max_loras, prefix_cache=True)
@@ -131,9 +135,11 @@ class Tokens:
         different, ties = _differences(wanted, outputs)
         line: Line = {"requests": len(wanted), "tokens": sum(map(len, outputs)), "different": different, "near_ties": ties}
         line |= {"graphs": len(recorded.captured) if recorded is not None else 0, "preempted": preempted, "cold_starts": modes}
+        line["prompt_graphs"] = _prompt_graphs(runner)
         line |= {"by_processes": rows.by_processes, "repaired": rows.repaired, "divisions": len(blocks)}
         met = (
             (not graphs or cold != "blocking" or line["graphs"])
+            and (not prompts or line["prompt_graphs"] or isinstance(runner.memory.cache.library, LibraryAttention))
             and (len(blocks) > 1 if elastic else kv_blocks == 400 or preempted)
             and (not assist or rows.by_processes)
         )
@@ -179,7 +185,7 @@ class Tokens:
         return line | {"good": bool(0 < sum(steps) < len(steps) and line["graphs"] and not different)}
 
     def _logits(self) -> Line:
-        """Relative error of all logits of prompts, compared with fp32. `graphs`: the same for decode steps in CUDA graphs."""
+        """Relative error of all logits of prompts and of decode steps, in CUDA graphs on a GPU, compared with fp32."""
         bed, wanted = self._bed, self._wanted
         theirs = _Oracle(self._names, torch.bfloat16, bed.device)
         runner = _runner(bed, 400, 32 << 20, 20, dtype="bfloat16")
@@ -199,6 +205,7 @@ class Tokens:
         runner.close()
         line: Line = {"error_prompt": ours[0].value, "error_decode": ours[1].value}
         line |= {"transformers_prompt": peers[0].value, "transformers_decode": peers[1].value}
+        line["prompt_graphs"] = _prompt_graphs(runner)
         return line | {"good": all(one.value <= 1.2 * peer.value + 1e-3 for one, peer in zip(ours, peers, strict=True))}
 
 
@@ -248,13 +255,23 @@ class _Repeated(DecodeGraphs):
 
     def __init__(self, runner: ModelRunner, scratch_block: int) -> None:
         self._cache, self._pool = runner.memory.cache, runner.pool
-        self._scratch_block, self.captured = scratch_block, {}
+        self.scratch_block, self.captured = scratch_block, {}
 
     def _capture(self, bucket: Any, adapted: bool, batch: StepBatch, model: Model) -> Any:
-        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
+        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self.scratch_block, adapted=adapted)
         buffers.fill(batch)
         logits = buffers.run()
         return buffers, _Replay(buffers, logits), logits
+
+
+class _RepeatedPrompts(PromptGraphs):
+    """The same for steps with prompts."""
+
+    def _capture(self, bucket: Any, batch: StepBatch) -> Any:
+        buffers = PromptBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block)
+        buffers.fill(batch)
+        hidden = buffers.run()
+        return buffers, _Replay(buffers, hidden), hidden
 
 
 class _Divisions:
@@ -272,11 +289,11 @@ class _Divisions:
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    buffers: DecodeBuffers
-    logits: torch.Tensor
+    buffers: DecodeBuffers | PromptBuffers
+    result: torch.Tensor
 
     def replay(self) -> None:
-        self.logits.copy_(self.buffers.run())
+        self.result.copy_(self.buffers.run())
 
 
 def _runner(
@@ -302,12 +319,24 @@ def _runner(
     return runner
 
 
-def _graphs(bed: Bed, runner: ModelRunner) -> DecodeGraphs:
+def _graphs(bed: Bed, runner: ModelRunner, *, prompts: bool = False) -> DecodeGraphs:
+    """The decode graphs of the runner. Steps with prompts have graphs from the first on; in a dry run only with `prompts`."""
     steps: Any = runner.steps
     if bed.dry:
-        steps.graphs = _Repeated(runner, runner.memory.cache.null_block - 1)
+        cache, scratch_block = runner.memory.cache, runner.memory.cache.null_block - 1
+        steps.graphs = _Repeated(runner, scratch_block)
+        if prompts:
+            cache.library = PagedAttention(cache, heads=runner.config.num_heads)
+            steps.prompts = _RepeatedPrompts(steps.model, cache, runner.pool, scratch_block=scratch_block, memory=None)
+    if steps.prompts is not None:
+        steps.prompts.after = 0
     graphs: DecodeGraphs = steps.graphs
     return graphs
+
+
+def _prompt_graphs(runner: ModelRunner) -> int:
+    steps: Any = runner.steps
+    return 0 if steps.prompts is None else len(steps.prompts.captured)
 
 
 def _host(name: str, runner: ModelRunner) -> HostAdapter:

@@ -15,6 +15,7 @@ greatest number of shares is fixed, and their length follows from each context. 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ import torch
 import triton
 
 from motet.kernels.triton.attention_kernel import paged_attention
-from motet.kernels.triton.lora import INTERPRETED, multiprocessors_of
+from motet.kernels.triton.launch import INTERPRETED, Kernel
+from motet.kernels.triton.lora import multiprocessors_of
 from motet.kernels.types import KvCache
 
 
@@ -66,17 +68,28 @@ class PagedAttention:
     """A plan for one step at a time over `cache`.
 
     With `rows` it is for exactly that many decoding sequences of up to `columns` blocks, and a graph captured with it stays
-    valid when it is planned again.
+    valid when it is planned again. With `prompts`, too, it is for any sequences that have together up to `rows` rows; there are
+    `rows` tiles then, of which the last are empty. Rows beyond the step's attend to nothing, which gives zeros.
     """
 
+    graphs_prompts = True
+
     def __init__(
-        self, cache: KvCache, *, heads: int, rows: int = 0, columns: int = 0, workspace: Workspace | None = None
+        self,
+        cache: KvCache,
+        *,
+        heads: int,
+        rows: int = 0,
+        columns: int = 0,
+        prompts: bool = False,
+        workspace: Workspace | None = None,
     ) -> None:
         self._cache, self._heads, self._rows, self._columns = cache, heads, rows, columns
         device, (kv_heads, head_dim) = cache.data.device, cache.data.shape[4:]
-        self._group = triton.next_power_of_2(heads // kv_heads)
+        self._group = group_of(heads, kv_heads)
         self._fp32 = cache.data.dtype == torch.float32
-        self._kind, self._tiles, self._longest = "decode", rows, columns * cache.block_size
+        self._kind = "prefill" if prompts else "decode"
+        self._tiles, self._longest = rows, columns * cache.block_size
         programs = SPLITTING.programs * multiprocessors_of(device)
         self.workspace = workspace or Workspace(
             torch.empty(programs, self._group, head_dim, dtype=torch.float32, device=device),
@@ -84,10 +97,13 @@ class PagedAttention:
             torch.zeros(programs, dtype=torch.int32, device=device),
         )
         self._buffer = torch.zeros(4 * rows + rows * columns, dtype=torch.int32, device=device)
+        self._tables = self._buffer[4 * rows :]
 
-    def for_graph(self, rows: int, columns: int) -> PagedAttention:
+    def for_graph(self, rows: int, columns: int, *, prompts: bool = False) -> PagedAttention:
         """A separate plan for a captured graph. Graphs run one at a time and share the workspace."""
-        return PagedAttention(self._cache, heads=self._heads, rows=rows, columns=columns, workspace=self.workspace)
+        return PagedAttention(
+            self._cache, heads=self._heads, rows=rows, columns=columns, prompts=prompts, workspace=self.workspace
+        )
 
     def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
         """Plan a step with these arrays, which are those of `AttentionBatch.build`."""
@@ -98,6 +114,8 @@ class PagedAttention:
             tiles = np.column_stack([np.arange(len(counts)), seq_starts[:-1], counts, context_lens - counts])
         else:
             tiles = self._prefill_tiles(counts, seq_starts, context_lens)
+            if self._rows:
+                tiles = np.concatenate([tiles, self._padding_tiles(int(seq_starts[-1]))])
         if not self._rows:
             self._tiles, self._columns = len(tiles), block_tables.shape[1]
             self._longest = int(context_lens.max(initial=0))
@@ -106,10 +124,13 @@ class PagedAttention:
                 self._buffer = self._buffer.new_empty(2 * size)
         at = 4 * self._tiles
         size = at + len(counts) * self._columns
+        self._tables = self._buffer[at:]
         host = torch.empty(size, dtype=torch.int32, pin_memory=self._buffer.is_cuda)  # the caching allocator's
         raw = host.numpy()
-        raw[:at].reshape(-1, 4)[:] = tiles
-        raw[at:].reshape(len(counts), self._columns)[:, : block_tables.shape[1]] = block_tables
+        raw[: tiles.size].reshape(-1, 4)[:] = tiles
+        raw[tiles.size : at] = 0
+        tables = block_tables[:, : self._columns]  # the rest lies past every context
+        raw[at:].reshape(len(counts), self._columns)[:, : tables.shape[1]] = tables
         self._buffer[:size].copy_(host, non_blocking=True)
 
     def _prefill_tiles(self, counts: np.ndarray, seq_starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
@@ -120,20 +141,24 @@ class PagedAttention:
         sizes = np.minimum(counts[sequence] - within, tokens)
         return np.column_stack([sequence, seq_starts[sequence] + within, sizes, (context_lens - counts)[sequence] + within])
 
+    def _padding_tiles(self, start: int) -> np.ndarray:
+        """Tiles of the rows from `start` on. They end at position 0, so that there is nothing that they attend to."""
+        tokens = self._block_rows // self._group
+        first = np.arange(start, self._rows, tokens)
+        sizes = np.minimum(self._rows - first, tokens)
+        return np.column_stack([np.zeros_like(first), first, sizes, -sizes])
+
     def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
         """Attention of q [rows, heads, head_dim], in the same shape. The cache must have this step's K and V already."""
-        cache, launch = self._cache, self._launch
-        block_size, _, kv_heads, head_dim = cache.data.shape[2:]
-        padded = max(triton.next_power_of_2(head_dim), 16)
+        kv_heads, head_dim = self._cache.kv_heads, self._cache.head_dim
         shares = self.shares(window)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged_attention[(kv_heads, self._tiles, shares)](
-            q, q.stride(0), out, cache.data[layer], self._buffer, self._buffer[4 * self._tiles :],
+        out = q.new_empty(q.shape)
+        least = SPLITTING.least if shares > 1 else 0
+        launch = _kernel(self._launch, self._heads, kv_heads, head_dim, self._cache.block_size, self._fp32, least)
+        launch(
+            (kv_heads, self._tiles, shares),
+            q, q.stride(0), out, self._cache.tokens(layer), self._buffer, self._tables,
             self._columns, head_dim**-0.5, window, *self.workspace,
-            HEADS=self._heads, KV_HEADS=kv_heads, G=self._group, D=head_dim, DP=padded,
-            BLOCK=block_size, BM=self._block_rows, BN=launch.context,
-            LEAST=SPLITTING.least if shares > 1 else 0, CHUNK=max(launch.joined // (self._group * padded), 1),
-            UPCAST=INTERPRETED or self._fp32, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
         return out
 
@@ -152,3 +177,21 @@ class PagedAttention:
     @property
     def _block_rows(self) -> int:
         return max(self._launch.rows, self._group)
+
+
+@cache
+def _kernel(launch: Launch, heads: int, kv_heads: int, head_dim: int, block_size: int, fp32: bool, least: int) -> Kernel:
+    group = group_of(heads, kv_heads)
+    padded = max(triton.next_power_of_2(head_dim), 16)
+    return Kernel(
+        paged_attention,
+        HEADS=heads, KV_HEADS=kv_heads, G=group, D=head_dim, DP=padded,
+        BLOCK=block_size, BM=max(launch.rows, group), BN=launch.context,
+        LEAST=least, CHUNK=max(launch.joined // (group * padded), 1),
+        UPCAST=INTERPRETED or fp32, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+
+
+def group_of(heads: int, kv_heads: int) -> int:
+    """Query heads of a KV head, rounded up to a power of 2."""
+    return triton.next_power_of_2(heads // kv_heads)

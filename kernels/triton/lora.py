@@ -12,7 +12,6 @@ registers and load widths of the kernels compiled for sm_90 (tests/kernels/test_
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -22,17 +21,29 @@ import torch
 import triton
 
 from motet.kernels.pool import GROUPS, LoraPool
-from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, Tile, WorkList, split_k_for, tile_for, work_list
+from motet.kernels.triton.batch import (
+    DECODE,
+    PREFILL,
+    GroupTensors,
+    PackedBatch,
+    Tile,
+    WorkList,
+    split_k_for,
+    tile_for,
+    work_list,
+)
 from motet.kernels.triton.device import lora_expand, lora_shrink
+from motet.kernels.triton.launch import INTERPRETED, Kernel
 from motet.kernels.types import Delta
 
 LaunchPlan = Literal["decode", "prefill"]
 Beside = Literal["shrink", "all"]  # what runs beside the base model's product
 BESIDE: dict[LaunchPlan, Beside] = {"decode": "all", "prefill": "shrink"}
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
 TILES: dict[LaunchPlan, Tile] = {"decode": DECODE, "prefill": PREFILL}
+PLANS = tuple(TILES)
 MOST_SPLITS = 16  # of K in a decode step; h has a plane for each
+RESERVED_GROUPS = 16  # of rows, which a reserved batch of the prefill plan is divided for: a short prompt beside a few decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,57 @@ EXPANDS: dict[LaunchPlan, Launch] = {
 }
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Options:
+    """What kernels are compiled for besides the sizes; there is one object for each combination."""
+
+    tile: Tile
+    shrink: Launch
+    expand: Launch
+    upcast: bool
+    early: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What every layer's launches for a projection group have in common."""
+
+    sizes: tuple[int, int, int, int]
+    part: GroupTensors
+    slices: int
+    splits: int  # of K
+    span: int  # columns of K of each
+    aligned: bool  # the sizes are multiples of 16
+    has_work: bool
+    options: Options
+
+    def alignment(self, rows: torch.Tensor) -> int:
+        """16 when every size and the rows' stride are multiples of it, else 1."""
+        return 16 if self.aligned and rows.stride(0) % 16 == 0 else 1
+
+
+class SideStream:
+    """The stream for work beside the current one. All batches of a device share it; the events are a batch's own."""
+
+    def __init__(self, device: int) -> None:
+        self.stream, self._device = _side_stream(device), device
+        self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()
+        self._beside: torch.cuda.Stream | None = None
+
+    def begin(self) -> torch.cuda.Stream:
+        """The stream, which waits for what the current one has now."""
+        self._beside = torch.cuda.current_stream(self._device)  # a number: a torch.device is looked up slowly
+        self._begin.record(self._beside)
+        self.stream.wait_event(self._begin)
+        return self.stream
+
+    def end(self) -> None:
+        """The stream that was current in `begin` waits for the other one."""
+        assert self._beside is not None, "it has begun"
+        self._end.record(self.stream)
+        self._beside.wait_event(self._end)
+
+
 class LoraBatch:
     """One step's rows by adapter, on the device. It is valid as long as `version` is the pool's.
 
@@ -70,14 +132,12 @@ class LoraBatch:
         self.version = pool.version
         self.plan = plan
         self.packed = PackedBatch(pool, work, TILES[plan], max_rows)
-        self.always_launch = max_rows > 0
         self.multiprocessors = multiprocessors_of(device)
-        self.early = _early(device)
         self.ranks = -(-pool.max_rank // TILES[plan].ranks) * TILES[plan].ranks
-        self.splits = {group: self._split(pool, group) for group in GROUPS}
-        planes = max(splits * len(GROUPS[group]) for group, (splits, _) in self.splits.items())
+        self.groups = {name: self._group(pool, name, reserved=max_rows > 0) for name in GROUPS}
+        planes = max(group.splits * group.slices for group in self.groups.values())
         self.h = torch.empty(planes * self.packed.positions * self.ranks, dtype=torch.float32, device=device)
-        self.side = _side_stream(device)
+        self.side = SideStream(pool.arena.get_device()) if device.type == "cuda" else None
         self.started: Beside | None = None  # by start_lora, of the group under way
 
     @staticmethod
@@ -87,14 +147,14 @@ class LoraBatch:
         `group_rows` is the most rows that read an adapter together, 0 for as many as the plan's tile holds. Raises ValueError
         when a row names an empty slot.
         """
-        if plan is None:
-            plan = "prefill" if tile_for(row_slot) is PREFILL else "decode"
+        plan = plan or plan_for(row_slot)
         tile = replace(TILES[plan], rows=group_rows) if group_rows else TILES[plan]
         return LoraBatch(pool, work_list(pool, row_slot, tile), plan, 0)
 
     @staticmethod
-    def reserve(pool: LoraPool, rows: int, plan: LaunchPlan = "decode") -> LoraBatch:
+    def reserve(pool: LoraPool, rows: int, plan: LaunchPlan | None = None) -> LoraBatch:
         """An empty batch with room for any `rows` rows."""
+        plan = plan or "decode"
         nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), TILES[plan])
         return LoraBatch(pool, nothing, plan, rows)
 
@@ -103,17 +163,28 @@ class LoraBatch:
         self.packed.fill(work_list(pool, row_slot, TILES[self.plan]))
         self.version = pool.version
 
-    def _split(self, pool: LoraPool, group: str) -> tuple[int, int]:
-        """Into how many parts K is divided, and the columns of each.
-
-        In a decode step it depends on K alone, so that a row's sums do not depend on the other rows.
-        """
-        k, launch = _sizes(pool, group)[0], SHRINKS[self.plan]
+    def _group(self, pool: LoraPool, name: str, *, reserved: bool) -> Group:
+        """K is divided by its own size alone in a decode step, so that a row's sums do not depend on the other rows."""
+        sizes, part, launch = _sizes(pool, name), self.packed.parts[name], SHRINKS[self.plan]
         step = max(launch.block, launch.wide)
-        items = self.packed.parts[group].max_items
+        items = RESERVED_GROUPS * len(GROUPS[name]) if reserved else part.max_items
         most = MOST_SPLITS if self.plan == "decode" else split_k_for(items, self.multiprocessors)
-        span = -(-k // (step * most)) * step
-        return -(-k // span), span
+        span = -(-sizes[0] // (step * most)) * step
+        return Group(
+            sizes=sizes,
+            part=part,
+            slices=len(GROUPS[name]),
+            splits=-(-sizes[0] // span),
+            span=span,
+            aligned=all(size % 16 == 0 for size in sizes),
+            has_work=reserved or part.max_items > 0,
+            options=_options(TILES[self.plan], launch, EXPANDS[self.plan], _upcast(pool), _early(pool.arena.device)),
+        )
+
+
+def plan_for(row_slot: np.ndarray) -> LaunchPlan:
+    """The plan of a step, from `row_slot`, int32 [rows]."""
+    return "prefill" if tile_for(row_slot) is PREFILL else "decode"
 
 
 def prepare(pool: LoraPool) -> None:
@@ -135,17 +206,17 @@ def start_lora(
     With all of it `beside`, which is the default of decode steps, returns that part, valid after add_lora, which then has
     nothing to add; else None. `x` must not change until add_lora.
     """
-    if not _has_work(batch, group):
+    work = batch.groups[group]
+    if not work.has_work:
         return None
     batch.started = beside or BESIDE[batch.plan]
-    delta = x.new_empty(x.shape[0], sum(_sizes(pool, group)[1:])) if batch.started == "all" else None
-    if batch.side is not None:
-        batch.side.wait_stream(torch.cuda.current_stream(x.device))
-    with nullcontext() if batch.side is None else torch.cuda.stream(batch.side):
-        _shrink(x, pool, layer, group, batch)
-        if delta is not None:
-            _expand(delta, pool, layer, group, batch, add=False)
-    return None if delta is None else Delta(delta, batch.packed.adapted)
+    stream = None if batch.side is None else batch.side.begin()
+    delta = x.new_empty(x.shape[0], sum(work.sizes[1:])) if batch.started == "all" else None
+    _shrink(x, pool, layer, work, batch, stream)
+    if delta is None:
+        return None
+    _expand(delta, pool, layer, work, batch, stream, add=False)
+    return Delta(delta, batch.packed.adapted)
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
@@ -154,45 +225,74 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group
     `y` [rows, sum of out], `x` [rows, in], both of the pool's type and device, rows contiguous. What start_lora has begun is
     finished instead.
     """
-    if not _has_work(batch, group):
+    work = batch.groups[group]
+    if not work.has_work:
         return
     started, batch.started = batch.started, None
     if started is None:
-        _shrink(x, pool, layer, group, batch)
+        _shrink(x, pool, layer, work, batch)
     elif batch.side is not None:
-        torch.cuda.current_stream(y.device).wait_stream(batch.side)
+        batch.side.end()
     if started != "all":
-        _expand(y, pool, layer, group, batch)
+        _expand(y, pool, layer, work, batch)
 
 
-def _has_work(batch: LoraBatch, group: str) -> bool:
-    return batch.always_launch or batch.packed.parts[group].max_items > 0
-
-
-def _shrink(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
-    part, tile, launch = batch.packed.parts[group], TILES[batch.plan], SHRINKS[batch.plan]
-    sizes, (splits, span), row = _sizes(pool, group), batch.splits[group], len(GROUPS[group]) * batch.ranks
-    lora_shrink[_programs(batch, launch.programs)](
+def _shrink(
+    x: torch.Tensor, pool: LoraPool, layer: int, group: Group, batch: LoraBatch, stream: torch.cuda.Stream | None = None
+) -> None:
+    part, row = group.part, group.slices * batch.ranks
+    launch = _shrink_kernel(group.options, group.alignment(x), group.sizes[0])
+    launch(
+        _programs(batch, group.options.shrink),
         x, x.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.items, part.item_pages,
-        part.header, layer, splits, span, batch.ranks, *sizes,
-        M=tile.rows, R=tile.ranks, BK=launch.block, WIDE=launch.wide, FEW=tile.few, ALIGN=_alignment(x, pool, group),
-        WHOLE_K=sizes[0] % max(launch.block, launch.wide) == 0, EARLY=batch.early, UPCAST=_upcast(pool),
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=batch.early,
+        part.header, layer, group.splits, group.span, batch.ranks, *group.sizes, stream=stream,
     )  # fmt: skip
 
 
-def _expand(y: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch, *, add: bool = True) -> None:
-    part, tile, launch = batch.packed.parts[group], TILES[batch.plan], EXPANDS[batch.plan]
-    sizes, (splits, _), row = _sizes(pool, group), batch.splits[group], len(GROUPS[group]) * batch.ranks
-    align = _alignment(y, pool, group)
-    lora_expand[_programs(batch, launch.programs)](
+def _expand(
+    y: torch.Tensor,
+    pool: LoraPool,
+    layer: int,
+    group: Group,
+    batch: LoraBatch,
+    stream: torch.cuda.Stream | None = None,
+    *,
+    add: bool = True,
+) -> None:
+    part, row = group.part, group.slices * batch.ranks
+    launch = _expand_kernel(group.options, group.alignment(y), group.sizes[1:], group.slices, group.splits, add)
+    launch(
+        _programs(batch, group.options.expand),
         y, y.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.segments, part.tiles,
-        part.item_pages, part.scales, part.scales.stride(0), part.header, layer, splits, batch.ranks, *sizes,
-        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, RANKS=launch.ranks, COLUMNS=tile.columns, BN=launch.block,
+        part.item_pages, part.scales, part.scales.stride(0), part.header, layer, group.splits, batch.ranks, *group.sizes,
+        stream=stream,
+    )  # fmt: skip
+
+
+_options = cache(Options)
+
+
+@cache
+def _shrink_kernel(options: Options, align: int, k: int) -> Kernel:
+    tile, launch = options.tile, options.shrink
+    return Kernel(
+        lora_shrink,
+        M=tile.rows, R=tile.ranks, BK=launch.block, WIDE=launch.wide, FEW=tile.few, ALIGN=align,
+        WHOLE_K=k % max(launch.block, launch.wide) == 0, EARLY=options.early, UPCAST=options.upcast,
+        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=options.early,
+    )  # fmt: skip
+
+
+@cache
+def _expand_kernel(options: Options, align: int, outs: tuple[int, ...], slices: int, splits: int, add: bool) -> Kernel:
+    tile, launch = options.tile, options.expand
+    return Kernel(
+        lora_expand,
+        S=slices, M=tile.rows, R=tile.ranks, RANKS=launch.ranks, COLUMNS=tile.columns, BN=launch.block,
         FEW=tile.few, WIDE=tile.wide, PLANES=triton.next_power_of_2(splits) if tile.few else 1, ADD=add, ALIGN=align,
-        WHOLE_N=all(n % max(tile.wide, tile.columns) == 0 for n in sizes[1:]), EARLY=batch.early, UPCAST=_upcast(pool),
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=batch.early,
-        maxnreg=None if align == 1 or _upcast(pool) else launch.registers,
+        WHOLE_N=all(n % max(tile.wide, tile.columns) == 0 for n in outs), EARLY=options.early, UPCAST=options.upcast,
+        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=options.early,
+        maxnreg=None if align == 1 or options.upcast else launch.registers,
     )  # fmt: skip
 
 
@@ -202,22 +302,17 @@ def _sizes(pool: LoraPool, group: str) -> tuple[int, int, int, int]:
     return pool.shapes[GROUPS[group][0]][0], outs[0], outs[1], outs[2]
 
 
-def _alignment(rows: torch.Tensor, pool: LoraPool, group: str) -> int:
-    """16 when every size of the group and the rows' stride are multiples of it, else 1."""
-    return 16 if all(size % 16 == 0 for size in (*_sizes(pool, group), rows.stride(0))) else 1
-
-
 def _upcast(pool: LoraPool) -> bool:
     return INTERPRETED or pool.arena.dtype == torch.float32
 
 
-def _programs(batch: LoraBatch, each: int) -> tuple[int]:
-    return (INTERPRETED_PROGRAMS if INTERPRETED else batch.multiprocessors * each,)
+def _programs(batch: LoraBatch, launch: Launch) -> tuple[int]:
+    return (INTERPRETED_PROGRAMS if INTERPRETED else batch.multiprocessors * launch.programs,)
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+def _side_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @cache

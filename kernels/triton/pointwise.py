@@ -6,10 +6,13 @@ fp32, so a result may differ from torch's by rounding.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 
 from motet.kernels.triton import pointwise_kernels as kernels
+from motet.kernels.triton.launch import Kernel
 from motet.kernels.types import Delta, KvCache
 
 GROUP = 8  # heads of a program of rotate_and_store
@@ -60,11 +63,10 @@ def add_norm(
 ) -> torch.Tensor:
     """x += y + delta in place (without `y`: x as it is). Returns x / rms(x) * weight in a new tensor."""
     rows, hidden = x.shape
-    block, warps = norm_launch(hidden)
     out = torch.empty_like(x)
     values, adapted = _parts(delta)
     _expect_contiguous(x, y, weight, values)
-    kernels.add_norm[(rows,)](x, y, values, adapted, weight, out, eps, HIDDEN=hidden, BLOCK=block, num_warps=warps)
+    _add_norm(hidden)((rows,), x, y, values, adapted, weight, out, eps)
     return out
 
 
@@ -83,13 +85,11 @@ def rotate_and_store(
 ) -> None:
     """Add the delta, normalise and rotate q and k, all in place, and write K and V to the cache at `kv_slots`, int64 [rows]."""
     rows, all_heads, head_dim = qkv.shape
-    half, warps = head_launch(head_dim)
     values, adapted = _parts(delta)
     _expect_contiguous(qkv, cos, sin, qk_norm, values)
-    kernels.rotate_and_store[(rows, triton.cdiv(all_heads, GROUP))](
-        qkv, values, adapted, cos, sin, qk_norm, eps, cache.tokens(layer), kv_slots,
-        HEADS=heads, KV_HEADS=cache.kv_heads, D=head_dim, GROUP=GROUP, HALF=half, num_warps=warps,
-    )  # fmt: skip
+    grid = (rows, triton.cdiv(all_heads, GROUP))
+    launch = _rotate_and_store(heads, cache.kv_heads, head_dim)
+    launch(grid, qkv, values, adapted, cos, sin, qk_norm, eps, cache.tokens(layer), kv_slots)
 
 
 def silu_mul(gate_up: torch.Tensor, *, delta: Delta | None = None) -> torch.Tensor:
@@ -99,8 +99,26 @@ def silu_mul(gate_up: torch.Tensor, *, delta: Delta | None = None) -> torch.Tens
     values, adapted = _parts(delta)
     _expect_contiguous(gate_up, values)
     grid = (rows, triton.cdiv(mlp, COLUMNS))
-    kernels.silu_mul[grid](gate_up, values, adapted, out, MLP=mlp, BLOCK=COLUMNS, num_warps=COLUMNS_WARPS)
+    _silu_mul(mlp)(grid, gate_up, values, adapted, out)
     return out
+
+
+@cache
+def _add_norm(hidden: int) -> Kernel:
+    block, warps = norm_launch(hidden)
+    return Kernel(kernels.add_norm, HIDDEN=hidden, BLOCK=block, num_warps=warps)
+
+
+@cache
+def _rotate_and_store(heads: int, kv_heads: int, head_dim: int) -> Kernel:
+    half, warps = head_launch(head_dim)
+    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": GROUP, "HALF": half}
+    return Kernel(kernels.rotate_and_store, **constants, num_warps=warps)
+
+
+@cache
+def _silu_mul(mlp: int) -> Kernel:
+    return Kernel(kernels.silu_mul, MLP=mlp, BLOCK=COLUMNS, num_warps=COLUMNS_WARPS)
 
 
 def _parts(delta: Delta | None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:

@@ -6,9 +6,13 @@ to the compiler, words move in pieces of 16 bytes.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+
+from motet.kernels.triton.launch import Kernel
 
 WARPS, BLOCK = 4, 2048  # words per program, 16 KiB
 
@@ -19,7 +23,12 @@ def scatter(pieces: torch.Tensor, source: torch.Tensor, target: torch.Tensor, *,
     `pieces` int64 [n, 3], n > 0: first line in `source`, lines, first line in `target`. None has more than `most_lines` > 0.
     """
     grid = (pieces.shape[0], triton.cdiv(most_lines * unit, BLOCK))
-    scatter_kernel[grid](pieces, source, target, UNIT=unit, BLOCK=BLOCK, num_warps=WARPS)
+    _kernel(unit)(grid, pieces, source, target)
+
+
+@cache
+def _kernel(unit: int) -> Kernel:
+    return Kernel(scatter_kernel, UNIT=unit, BLOCK=BLOCK, num_warps=WARPS)
 
 
 @triton.jit

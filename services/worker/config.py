@@ -98,7 +98,7 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
             " other does not need), fixed, or auto (shared on a CPU, fixed on a GPU)"
         ),
     ] = "auto"
-    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every decode step kernel by kernel")] = False
+    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every step kernel by kernel")] = False
     profile: Annotated[
         str,
         Meta(description="file from `motet profile` with this worker's step times; empty: they are learned while serving"),

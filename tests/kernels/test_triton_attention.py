@@ -166,6 +166,35 @@ def test_a_reserved_plan_takes_one_step_after_another(splitting: Splitting, monk
             torch.testing.assert_close(got, attend(qkv, twin, 0, plain, heads=heads, window=window), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("heads", "window", "dtype"), [(4, 0, torch.float32), (6, 9, torch.float32), (4, 0, torch.bfloat16)])
+def test_a_reserved_plan_for_prompts_takes_any_sequences_and_other_rows_see_nothing(
+    heads: int, window: int, dtype: torch.dtype
+) -> None:
+    cache = poisoned_cache(2, 16, dtype, heads)
+    reserved = AttentionBatch.reserve(cache, rows=24, columns=6, windows=[window], prompts=True)
+    for counts, contexts in (([1, 13, 1, 4], [11, 20, 1, 4]), ([24], [40]), ([1, 1], [30, 7])):
+        rows, tables = sum(counts), np.arange(9 * len(counts), dtype=np.int32).reshape(-1, 9)
+        positions = [np.arange(n - count, n) for n, count in zip(contexts, counts, strict=True)]
+        slots = [table[at // BLOCK] * BLOCK + at % BLOCK for table, at in zip(tables, positions, strict=True)]
+        step = {
+            "seq_starts": np.cumsum([0, *counts]).astype(np.int32),
+            "context_lens": np.array(contexts, dtype=np.int32),
+            "block_tables": tables,
+        }
+        for table, n, count in zip(tables, contexts, counts, strict=True):
+            before = torch.from_numpy(table[np.arange(n - count) // BLOCK] * BLOCK + np.arange(n - count) % BLOCK)
+            cache.tokens(0)[before.to(DEVICE, torch.int64)] = torch.randn(n - count, 2, 2, 16).to(DEVICE, dtype)
+        qkv = torch.full((24, heads + 4, 16), float("nan"), dtype=dtype)
+        qkv[:rows] = torch.randn(rows, heads + 4, 16)
+        written = np.concatenate([*slots, np.full(24 - rows, cache.null_block * BLOCK)]).astype(np.int64)
+        plain = AttentionBatch.build(cache, windows=[window], kv_slots=written[:rows], **step)
+        want = attend(qkv[:rows].to(DEVICE), cache, 0, plain, heads=heads, window=window)
+        reserved.update(cache, kv_slots=written, **step)
+        got = attend(qkv.to(DEVICE), cache, 0, reserved, heads=heads, window=window)
+        torch.testing.assert_close(got[:rows], want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        assert want.isfinite().all() and not got[rows:].any()
+
+
 def test_paged_attention_is_used_without_a_better_library_and_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KvCache(layers=1, blocks=8, block_size=8, kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE)
     monkeypatch.setattr(library, "find_flashinfer", lambda cache: None)

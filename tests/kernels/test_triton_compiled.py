@@ -32,15 +32,33 @@ OTHERS = sorted((ROOT / "build").glob("triton-*"))
 
 
 @pytest.fixture(scope="module", params=[None, *OTHERS], ids=lambda other: other.name if other else "pinned")
-def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+def other(request: pytest.FixtureRequest) -> Path | None:
+    found: Path | None = request.param
+    return found
+
+
+def output_of(program: str, other: Path | None) -> dict[str, dict[str, Any]]:
+    """What a program of tests/kernels prints with another Triton, or with the pinned one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if request.param is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(request.param), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.kernels.triton_resources"]
+    if other is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(other), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", f"tests.kernels.{program}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def compiled(other: Path | None) -> dict[str, dict[str, Any]]:
+    return output_of("triton_resources", other)
+
+
+def test_launches_without_triton_are_those_of_triton(other: Path | None) -> None:
+    found = output_of("triton_launches", other)
+    assert not found["random"]["different"]
+    assert found["random"]["direct"] > found["random"]["launches"] / 2
+    assert found["lora"]["launches"] > 0 == found["lora"]["seen"]
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

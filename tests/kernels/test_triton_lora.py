@@ -83,7 +83,7 @@ def test_mixed_ranks_and_scattered_pages_follow_the_formula(
     small = {name: replace(launch, block=16, wide=16) for name, launch in launches.SHRINKS.items()}
     monkeypatch.setattr(launches, "SHRINKS", small)  # or K has one part
     batch = LoraBatch.build(pool, slots, plan)
-    parts = [count for count, _ in batch.splits.values()]
+    parts = [group.splits for group in batch.groups.values()]
     assert (max(parts) > 1) == (multiprocessors > 1 or plan == "decode")
     assert_follows_the_formula(pool, held, slots, batch, "qkv" if multiprocessors == 1 else "down")
 
@@ -121,10 +121,11 @@ def test_modules_that_an_adapter_lacks_keep_every_bit(plan: LaunchPlan) -> None:
         assert torch.equal(got.cpu(), y) == (group != "qkv")
 
 
-def test_a_reserved_batch_takes_one_step_after_another() -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_reserved_batch_takes_one_step_after_another(plan: LaunchPlan) -> None:
     pool, held = gpu_pool((16, 40))
-    reserved = LoraBatch.reserve(pool, 4)
-    for slots in ([-1, -1, -1, -1], [0, 1, -1, 0], [1, -1, -1, -1]):
+    reserved = LoraBatch.reserve(pool, 70, plan)
+    for slots in ([-1] * 70, [0, 1, -1, *[0] * 67], [1, -1, *[0] * 65, -1, 1, 1]):
         row_slot = np.array(slots, dtype=np.int32)
         reserved.update(pool, row_slot)
         assert_follows_the_formula(pool, held, row_slot, reserved, "o")

@@ -12,6 +12,7 @@ import torch
 from motet.kernels import KvCache
 from motet.kernels import pointwise as plain
 from motet.kernels.triton import pointwise
+from motet.kernels.triton.launch import Kernel
 from motet.kernels.types import Delta
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -148,21 +149,15 @@ def test_a_step_without_rows_is_none() -> None:
 def test_every_kernel_is_launched_at_the_start_with_and_without_a_delta(qk_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: set[tuple[str, bool]] = set()
 
-    class Noted:
-        def __init__(self, name: str) -> None:
-            self._name, self._kernel = name, getattr(pointwise.kernels, name)
+    launch = Kernel.__call__
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def launch(*arguments: Any, **constants: Any) -> None:
-                types = [each.dtype for each in arguments if isinstance(each, torch.Tensor)]
-                launched.add((self._name, torch.int32 in types))
-                self._kernel[grid](*arguments, **constants)
+    def noted(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        types = [each.dtype for each in arguments if isinstance(each, torch.Tensor)]
+        launched.add((kernel.kernel.fn.__name__, torch.int32 in types))
+        launch(kernel, grid, *arguments)
 
-            return launch
-
+    monkeypatch.setattr(Kernel, "__call__", noted)
     names = ("add_norm", "rotate_and_store", "silu_mul")
-    for name in names:
-        monkeypatch.setattr(pointwise.kernels, name, Noted(name))
     shapes = {"hidden": 40, "heads": 4, "kv_heads": 2, "head_dim": 24, "mlp": 33}
     pointwise.prepare(**shapes, qk_norm=qk_norm, dtype=torch.bfloat16, device=torch.device(DEVICE))
     assert launched == {(name, delta) for name in names for delta in (False, True)}

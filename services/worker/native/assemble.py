@@ -100,6 +100,7 @@ def assemble(
         kv_blocks=kv_blocks,
         kv_format=kv_format,
     )
+    runner.prepare()
     _warm_up(engine, limits, model.vocab_size, times)
 
     def parse_adapter(path: Path, digest: str) -> HostAdapter:

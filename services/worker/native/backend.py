@@ -50,7 +50,7 @@ class BackendOptions:
     threads: int = 0
     """Threads of a step on a CPU; 0 leaves torch's setting."""
     graphs: bool = True
-    """False launches a GPU's decode steps kernel by kernel."""
+    """False launches a GPU's steps kernel by kernel."""
     block_size: int = 16
     kv_blocks: int
     lora_bytes: int
@@ -172,6 +172,9 @@ class Backend(Protocol):
     @property
     def merged(self) -> MergedWeights | None:
         """The copy of the weights with an adapter merged, for merged steps (`StepBatch.merged`); None if merging is off."""
+
+    def prepare(self) -> None:
+        """Do what later steps would otherwise wait for. No request is there yet."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the rows' K and V and return the wanted logits, float32 [n, vocab], in the order of `logit_rows`.

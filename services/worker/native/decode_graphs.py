@@ -11,6 +11,9 @@ which no sequence uses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -23,6 +26,7 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_COLUMNS = 16
 
 GraphSize = tuple[int, int]
+GraphMemory = Any  # what torch.cuda.graph_pool_handle returns
 
 
 def bucket_for(rows: int, blocks: int, most_blocks: int) -> GraphSize | None:
@@ -32,42 +36,29 @@ def bucket_for(rows: int, blocks: int, most_blocks: int) -> GraphSize | None:
     return None if fitting is None or fitting * columns > most_blocks else (fitting, columns)
 
 
-class DecodeBuffers:
-    """The inputs of one bucket at fixed addresses, and the forward pass over them.
+class StepBuffers:
+    """Tokens, positions and adapters of the rows of a step, padded, at fixed addresses.
 
-    Without `adapted` no row may use an adapter.
+    `plan` is that of the LoRA kernels. Without `adapted` no row may use an adapter.
     """
 
     def __init__(
-        self, bucket: GraphSize, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int, *, adapted: bool = True
+        self, rows: int, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int, *, adapted: bool, plan: str | None
     ) -> None:
-        self._rows, columns = bucket
-        self._model, self._cache, self._pool = model, cache, pool
+        self._rows, self._model, self._cache, self._pool = rows, model, cache, pool
         self._scratch_block = scratch_block
-        device, windows = cache.data.device, model.config.windows
-        self._inputs = torch.zeros((2, self._rows), dtype=torch.int64, device=device)
+        self._scratch_slot = (scratch_block + 1) * cache.block_size - 1  # the last: its block never needs clearing
+        self._inputs = torch.zeros((2, rows), dtype=torch.int64, device=cache.data.device)
         self._token_ids, self._positions = self._inputs
-        self._every_row = torch.arange(self._rows, device=device)
-        self._attention = AttentionBatch.reserve(cache, rows=self._rows, columns=columns, windows=windows)
-        self._row_slot = np.full(self._rows, -1, dtype=np.int32)
+        self._row_slot = np.full(rows, -1, dtype=np.int32)
         self._adapted = adapted
-        self._lora = LoraBatch.reserve(pool, self._rows) if adapted else LoraBatch.build(pool, self._row_slot)
+        self._lora = LoraBatch.reserve(pool, rows, plan) if adapted else LoraBatch.build(pool, self._row_slot)
 
-    def fill(self, batch: StepBatch) -> None:
-        """Copy the inputs of a step into the buffers: one row for each sequence, at most as many as the bucket has."""
+    def _fill_rows(self, batch: StepBatch) -> None:
         rows = len(batch.token_ids)
-        scratch_slot = (self._scratch_block + 1) * self._cache.block_size - 1  # the last: its block never needs clearing
         inputs = np.zeros((2, self._rows), dtype=np.int64)
         inputs[0, :rows], inputs[1, :rows] = batch.token_ids, batch.positions
         fill(self._inputs, inputs)
-        tables = np.full((self._rows, batch.block_tables.shape[1]), self._scratch_block, dtype=np.int32)
-        tables[:rows] = batch.block_tables
-        self._attention.update(
-            self._cache,
-            context_lens=self._padded(batch.context_lens, 1),
-            block_tables=tables,
-            kv_slots=self._padded(batch.kv_slots, scratch_slot),
-        )
         row_slot = self._padded(batch.row_slot, -1)
         if not self._adapted:
             assert (row_slot < 0).all(), "a graph without LoRA"
@@ -79,6 +70,30 @@ class DecodeBuffers:
         padded = np.full(self._rows, value, dtype=array.dtype)
         padded[: len(array)] = array
         return padded
+
+
+class DecodeBuffers(StepBuffers):
+    """The inputs of one bucket at fixed addresses, and the forward pass over them."""
+
+    def __init__(
+        self, bucket: GraphSize, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int, *, adapted: bool = True
+    ) -> None:
+        rows, columns = bucket
+        super().__init__(rows, model, cache, pool, scratch_block, adapted=adapted, plan=None)
+        self._every_row = torch.arange(rows, device=cache.data.device)
+        self._attention = AttentionBatch.reserve(cache, rows=rows, columns=columns, windows=model.config.windows)
+
+    def fill(self, batch: StepBatch) -> None:
+        """Copy the inputs of a step into the buffers: one row for each sequence, at most as many as the bucket has."""
+        self._fill_rows(batch)
+        tables = np.full((self._rows, batch.block_tables.shape[1]), self._scratch_block, dtype=np.int32)
+        tables[: len(batch.block_tables)] = batch.block_tables
+        self._attention.update(
+            self._cache,
+            context_lens=self._padded(batch.context_lens, 1),
+            block_tables=tables,
+            kv_slots=self._padded(batch.kv_slots, self._scratch_slot),
+        )
 
     def run(self) -> torch.Tensor:
         """Logits of every row, float32 [rows of the bucket, vocab].
@@ -94,9 +109,9 @@ class DecodeGraphs:
     """The graphs of one model and its merged copy on one GPU."""
 
     def __init__(self, cache: KvCache, pool: LoraPool, *, scratch_block: int) -> None:
-        self._cache, self._pool, self._scratch_block = cache, pool, scratch_block
+        self._cache, self._pool, self.scratch_block = cache, pool, scratch_block
         self.captured: dict[tuple[GraphSize, bool, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._memory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
+        self.memory: GraphMemory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
 
     def forget_merged(self) -> None:
         """Drop the graphs that read the merged copy of the weights, because its memory is about to be freed."""
@@ -128,14 +143,19 @@ class DecodeGraphs:
     def _capture(
         self, bucket: GraphSize, adapted: bool, batch: StepBatch, model: Model
     ) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
-        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
+        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self.scratch_block, adapted=adapted)
         buffers.fill(batch)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels are compiled and libraries initialised outside the capture
-            buffers.run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # adapters go on being copied
-            logits = buffers.run()
-        return buffers, graph, logits
+        return buffers, *captured(buffers.run, self.memory)
+
+
+def captured(run: Callable[[], torch.Tensor], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `run` in the graphs' memory, and its result, which every replay replaces."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels are compiled and libraries initialised outside the capture
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # adapters go on being copied
+        result = run()
+    return graph, result

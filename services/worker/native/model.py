@@ -62,15 +62,31 @@ class Model:
 
         `token_ids`, `positions`: int64 [rows]. `lora` is an AssistedStep when adapters of the step are being copied.
         """
+        return self.logits(self.hidden(token_ids, positions, cache, attention, pool, lora), logit_rows)
+
+    def logits(self, hidden: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        """Logits float32 [n, vocab] of `logit_rows`, int64 [n], from what `hidden` returns."""
+        return self.weights.lm_head(hidden.index_select(0, logit_rows)).float()
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KvCache,
+        attention: AttentionBatch,
+        pool: LoraPool,
+        lora: LoraBatch | AssistedStep,
+    ) -> torch.Tensor:
+        """The norm of the residual stream behind the last layer, [rows, hidden], of the arguments of `forward`."""
         config, weights, pointwise, eps = self.config, self.weights, self.pointwise, self.config.rms_norm_eps
-        x = F.embedding(token_ids, weights.embed)
+        heads, x = config.num_heads, F.embedding(token_ids, weights.embed)
         cos, sin = self._rope.at(positions)
         y, delta = None, None  # the part of the residual stream that is not added to x yet
         for i, layer in enumerate(weights.layers):
             project = _Projections(pool, i, lora)
             h = pointwise.add_norm(x, y, layer.input_norm, eps=eps, delta=delta)
             y, delta = project(layer.qkv, h, "qkv")
-            qkv, heads = y.unflatten(1, (-1, config.head_dim)), config.num_heads
+            qkv = y.view(len(y), heads + 2 * config.num_kv_heads, config.head_dim)
             pointwise.rotate_and_store(
                 qkv, cos, sin, cache, i, attention.kv_slots, heads=heads, qk_norm=layer.qk_norm, eps=eps, delta=delta
             )
@@ -80,8 +96,7 @@ class Model:
             y, delta = project(layer.gate_up, h, "gate_up")
             h = pointwise.silu_mul(y, delta=delta)
             y, delta = project(layer.down, h, "down")
-        x = pointwise.add_norm(x, y, weights.norm, eps=eps, delta=delta)
-        return weights.lm_head(x.index_select(0, logit_rows)).float()
+        return pointwise.add_norm(x, y, weights.norm, eps=eps, delta=delta)
 
 
 class _Projections:

@@ -41,6 +41,9 @@ class Steps(Protocol):
         `helpers` must have the slots of all rows whose adapter is not completely loaded.
         """
 
+    def prepare(self) -> None:
+        """Do what later steps would otherwise wait for."""
+
     def close(self) -> None:
         """Release everything. No step may follow."""
 
@@ -210,12 +213,20 @@ class ModelRunner:
         self.steps.close()
 
     @torch.inference_mode()
+    def prepare(self) -> None:
+        self._on_device()
+        self.steps.prepare()
+
+    @torch.inference_mode()
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        if self.memory.device.type == "cuda":
-            torch.cuda.set_device(self.memory.device)  # of this thread: streams, graphs and launches take the current one
+        self._on_device()
         helpers = self._helpers(batch)
         with on_cores(self.cores):
             return self.steps(batch, helpers)
+
+    def _on_device(self) -> None:
+        if self.memory.device.type == "cuda":
+            torch.cuda.set_device(self.memory.device)  # of this thread: streams, graphs and launches take the current one
 
     def _helpers(self, batch: StepBatch) -> Helpers | None:
         """Helpers for the adapters of this step that are still being copied; None when all are complete."""

@@ -1,6 +1,7 @@
 """Steps of the torch model. They are enqueued on the device and complete when their logits are read.
 
 decode alone                      a CUDA graph
+prompts of few tokens             a CUDA graph, too; with longer contexts only from the third step of a size on
 some adapters are being copied    with CPU LoRA processes and copies beside it (kernels/device), until all of it is computed
 all other steps                   launch by launch
 """
@@ -21,6 +22,7 @@ from motet.services.worker.native.assist_processes import CpuAssist
 from motet.services.worker.native.decode_graphs import DecodeGraphs
 from motet.services.worker.native.merged_model import MergedModel
 from motet.services.worker.native.model import Model
+from motet.services.worker.native.prompt_graphs import PromptGraphs
 from motet.services.worker.native.step_batch import StepBatch, arranged
 from motet.shared.telemetry import logger
 
@@ -31,8 +33,8 @@ _log = logger(__name__)
 class TorchSteps:
     """The `runner.Steps` of a model over a KV cache and an adapter pool, all on one device.
 
-    `graphs` is None without CUDA graphs; `beside` and `loader` are None where steps wait for copies; `processes` is None
-    without CPU LoRA processes; `merged` is set where adapters can be merged.
+    `graphs` and `prompts` are None without CUDA graphs; `beside` and `loader` are None where steps wait for copies;
+    `processes` is None without CPU LoRA processes; `merged` is set where adapters can be merged.
     """
 
     def __init__(
@@ -42,13 +44,15 @@ class TorchSteps:
         pool: LoraPool,
         *,
         graphs: DecodeGraphs | None,
+        prompts: PromptGraphs | None,
         beside: DeviceAssist | None,
         loader: DeviceLoader | None,
         processes: CpuAssist | None,
     ) -> None:
         self.model, self._cache, self._pool = model, cache, pool
         self.merged: MergedModel | None = None
-        self.graphs, self._beside, self._loader, self._processes = graphs, beside, loader, processes
+        self.graphs, self.prompts = graphs, prompts
+        self._beside, self._loader, self._processes = beside, loader, processes
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(pool, self._lora_rows)
         self._timed: tuple[int, Mark, Mark] | None = None  # the last step without adapters on their way: rows, begin, end
@@ -63,14 +67,18 @@ class TorchSteps:
         logits = self.graphs.forward(batch, self._model_of(batch)) if self.graphs is not None else None
         if logits is not None:
             return logits
-        batch = arranged(batch)
         if self._processes is None or self._beside is None:
-            return self._enqueue(batch, self._lora(batch.row_slot))
+            return self._with_prompts(batch)
         steps = self._beside.streams.steps
         began = steps.mark()
-        logits = self._enqueue(batch, self._lora(batch.row_slot))
+        logits = self._with_prompts(batch)
         self._observe(self._processes, len(batch.token_ids), began, steps.mark())
         return logits
+
+    def prepare(self) -> None:
+        """Capture the graphs of steps with prompts."""
+        if self.prompts is not None:
+            self.prompts.prepare()
 
     def close(self) -> None:
         if self._beside is not None:
@@ -82,6 +90,13 @@ class TorchSteps:
             return self.model
         assert self.merged is not None and self.merged.whole, "a merged step needs a whole copy"
         return self.merged.model
+
+    def _with_prompts(self, batch: StepBatch) -> torch.Tensor:
+        logits = self.prompts.forward(batch) if self.prompts is not None else None
+        if logits is not None:
+            return logits
+        batch = arranged(batch)
+        return self._enqueue(batch, self._lora(batch.row_slot))
 
     def _assisted(self, batch: StepBatch, helpers: Helpers) -> torch.Tensor:
         """Run a step with CPU processes. If one fails or is late, the step runs again and waits for the copies instead.

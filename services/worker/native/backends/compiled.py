@@ -47,6 +47,9 @@ class CompiledSteps:
         self._processes.observe(len(batch.token_ids), now_s() - began_s, helpers)
         return logits
 
+    def prepare(self) -> None:
+        """Nothing is left to do."""
+
     def close(self) -> None:
         """Nothing runs beside the steps."""
 

@@ -19,6 +19,7 @@ from motet.services.worker.native.loader import Makers
 from motet.services.worker.native.merged_model import MergedModel
 from motet.services.worker.native.merging import NO_ROOM
 from motet.services.worker.native.model import Model
+from motet.services.worker.native.prompt_graphs import PromptGraphs
 from motet.services.worker.native.runner import LoadsBetweenSteps, ModelRunner
 from motet.services.worker.native.torch_steps import TorchSteps
 from motet.shared.config import ConfigError
@@ -66,7 +67,9 @@ def torch_runner(
     model.prepare()
     prepare_lora(memory.pool)
     sampling.prepare(memory.config.vocab_size, memory.device)
-    merged = None
+    merged = prompts = None
+    if graphs is not None:
+        prompts = PromptGraphs(model, memory.cache, memory.pool, scratch_block=graphs.scratch_block, memory=graphs.memory)
     if options.merge:
         dropped = graphs.forget_merged if graphs is not None else lambda: None
         merged = MergedModel(model, memory.config.projection_shapes(), room=memory.room, dropped=dropped)
@@ -75,6 +78,7 @@ def torch_runner(
         memory.cache,
         memory.pool,
         graphs=graphs,
+        prompts=prompts,
         beside=beside,
         loader=loader,
         processes=assist,

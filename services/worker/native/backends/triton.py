@@ -1,4 +1,4 @@
-"""The torch model with Triton kernels on a CUDA device: decode steps as graphs, adapter copies on a stream of their own."""
+"""The torch model with Triton kernels on a CUDA device: short steps as graphs, adapter copies on a stream of their own."""
 
 from __future__ import annotations
 
