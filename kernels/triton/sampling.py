@@ -14,7 +14,6 @@ over tiles.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ import triton
 
 from motet.kernels.to_device import fill, send
 from motet.kernels.triton import sampling_kernels as kernels
-from motet.kernels.triton.launch import Kernel
 from motet.kernels.types import DrawRules
 
 TILE = 4096  # logits of a program
@@ -57,7 +55,7 @@ class Draws:
         self._filtered = bool(filtered.any())
         self._rules = send(_table(rules), device)
         self._noise = torch.zeros(rows, dtype=torch.float64, device=device)
-        self._tiles, self._launch = tiles, _launches(vocab_size)
+        self._sizes = {"VOCAB": vocab_size, "TILES": tiles, "PADDED": triton.next_power_of_2(tiles)}
 
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -85,37 +83,39 @@ class Draws:
 
     def launch(self, logits: torch.Tensor) -> None:
         """The launches alone, with the noise of the last `draw`."""
-        rows, work, launch = len(logits), self.workspace, self._launch
+        rows, work = len(logits), self.workspace
         assert logits.is_contiguous() and logits.shape[1] == self._vocab_size, "the kernels derive addresses from shapes alone"
-        tiles = (self._tiles, rows)
-        launch["peak_tiles"](tiles, logits, work.peaks, work.means)
+        tiles = (self._sizes["TILES"], rows)
+        sizes = {**self._sizes, "TILE": TILE}
+        kernels.peak_tiles[tiles](
+            logits, work.peaks, work.means,
+            VOCAB=self._vocab_size, TILES=tiles[0], TILE=TILE, num_warps=WARPS["peak_tiles"],
+        )  # fmt: skip
         if self._filtered:
             self._select(logits, tiles)
         if self._drawing:
-            launch["weigh_tiles"](tiles, logits, self._rules, work.peaks, work.cuts, work.sums)
-        launch["pick_token"]((rows,), logits, self._rules, work.peaks, work.cuts, work.sums, self._noise, self._out)
+            kernels.weigh_tiles[tiles](
+                logits, self._rules, work.peaks, work.cuts, work.sums, **sizes, num_warps=WARPS["weigh_tiles"]
+            )
+        kernels.pick_token[(rows,)](
+            logits, self._rules, work.peaks, work.cuts, work.sums, self._noise, self._out,
+            **sizes, num_warps=WARPS["pick_token"],
+        )  # fmt: skip
 
     def _select(self, logits: torch.Tensor, tiles: tuple[int, int]) -> None:
-        work, rules, launch = self.workspace, self._rules, self._launch
-        launch["measure_tiles"](tiles, logits, rules, work.peaks, work.means, work.pivots, work.table, work.gathered)
-        launch["gather_keys"](tiles, logits, rules, work.peaks, work.pivots, work.table, work.gathered, work.found)
-        launch["select_key"](
-            (len(logits),), logits, rules, work.peaks, work.pivots, work.table, work.gathered, work.found, work.cuts
-        )
-
-
-@lru_cache
-def _launches(vocab_size: int) -> dict[str, Kernel]:
-    """The kernels for a vocabulary, by name. Every `Draws` of it launches these."""
-    tiles = triton.cdiv(vocab_size, TILE)
-    sizes = {"VOCAB": vocab_size, "TILES": tiles, "PADDED": triton.next_power_of_2(tiles)}
-    sizes |= {"TILE": TILE, "ROOM": ROOM, "CHUNK": CHUNK}
-    found = {}
-    for name, warps in WARPS.items():
-        kernel = getattr(kernels, name)
-        own = {size: value for size, value in sizes.items() if size in kernel.arg_names}
-        found[name] = Kernel(kernel, **own, num_warps=warps)
-    return found
+        work, sizes = self.workspace, self._sizes
+        kernels.measure_tiles[tiles](
+            logits, self._rules, work.peaks, work.means, work.pivots, work.table, work.gathered,
+            **sizes, TILE=TILE, num_warps=WARPS["measure_tiles"],
+        )  # fmt: skip
+        kernels.gather_keys[tiles](
+            logits, self._rules, work.peaks, work.pivots, work.table, work.gathered, work.found,
+            **sizes, TILE=TILE, ROOM=ROOM, num_warps=WARPS["gather_keys"],
+        )  # fmt: skip
+        kernels.select_key[(len(logits),)](
+            logits, self._rules, work.peaks, work.pivots, work.table, work.gathered, work.found, work.cuts,
+            **sizes, CHUNK=CHUNK, ROOM=ROOM, num_warps=WARPS["select_key"],
+        )  # fmt: skip
 
 
 def prepare(vocab_size: int, device: torch.device) -> None:
