@@ -12,7 +12,7 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -34,11 +34,10 @@ from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import EngineLimits, EngineRequest, StepOutput
 from motet.services.worker.native.backend import BackendOptions
 from motet.services.worker.native.backends import open_backend
-from motet.services.worker.native.decode_graphs import DecodeBuffers, DecodeGraphs
+from motet.services.worker.native.decode_graphs import DecodeGraphs
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.merged_model import MergedModel
-from motet.services.worker.native.model import Model
-from motet.services.worker.native.prompt_graphs import PromptBuffers, PromptGraphs
+from motet.services.worker.native.prompt_graphs import PromptGraphs
 from motet.services.worker.native.runner import ModelRunner
 from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.clock import now_s
@@ -250,28 +249,10 @@ class _Oracle:
         return tokens[len(prompt) :], margins
 
 
-class _Repeated(DecodeGraphs):
-    """Graphs for a device that has none: a replay launches everything again, from the same buffers into the same logits."""
-
-    def __init__(self, runner: ModelRunner, scratch_block: int) -> None:
-        self._cache, self._pool = runner.memory.cache, runner.pool
-        self.scratch_block, self.captured = scratch_block, {}
-
-    def _capture(self, bucket: Any, adapted: bool, batch: StepBatch, model: Model) -> Any:
-        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self.scratch_block, adapted=adapted)
-        buffers.fill(batch)
-        logits = buffers.run()
-        return buffers, _Replay(buffers, logits), logits
-
-
-class _RepeatedPrompts(PromptGraphs):
-    """The same for steps with prompts."""
-
-    def _capture(self, bucket: Any, batch: StepBatch) -> Any:
-        buffers = PromptBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block)
-        buffers.fill(batch)
-        hidden = buffers.run()
-        return buffers, _Replay(buffers, hidden), hidden
+def _repeated(run: Callable[[], torch.Tensor], memory: object) -> Any:
+    """In place of a graph where there are none: a replay launches everything again, from the same buffers into one result."""
+    result = run()
+    return _Replay(run, result), result
 
 
 class _Divisions:
@@ -289,11 +270,11 @@ class _Divisions:
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    buffers: DecodeBuffers | PromptBuffers
+    run: Callable[[], torch.Tensor]
     result: torch.Tensor
 
     def replay(self) -> None:
-        self.result.copy_(self.buffers.run())
+        self.result.copy_(self.run())
 
 
 def _runner(
@@ -324,10 +305,12 @@ def _graphs(bed: Bed, runner: ModelRunner, *, prompts: bool = False) -> DecodeGr
     steps: Any = runner.steps
     if bed.dry:
         cache, scratch_block = runner.memory.cache, runner.memory.cache.null_block - 1
-        steps.graphs = _Repeated(runner, scratch_block)
+        steps.graphs = DecodeGraphs(cache, runner.pool, scratch_block=scratch_block, memory=None)
+        steps.graphs.capture = _repeated
         if prompts:
             cache.library = PagedAttention(cache, heads=runner.config.num_heads)
-            steps.prompts = _RepeatedPrompts(steps.model, cache, runner.pool, scratch_block=scratch_block, memory=None)
+            steps.prompts = PromptGraphs(steps.model, cache, runner.pool, scratch_block=scratch_block, memory=None)
+            steps.prompts.capture = _repeated
     if steps.prompts is not None:
         steps.prompts.after = 0
     graphs: DecodeGraphs = steps.graphs

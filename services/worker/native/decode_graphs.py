@@ -36,6 +36,19 @@ def bucket_for(rows: int, blocks: int, most_blocks: int) -> GraphSize | None:
     return None if fitting is None or fitting * columns > most_blocks else (fitting, columns)
 
 
+def captured(run: Callable[[], torch.Tensor], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `run` in the graphs' memory, and its result, which every replay replaces."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels are compiled and libraries initialised outside the capture
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # adapters go on being copied
+        result = run()
+    return graph, result
+
+
 class StepBuffers:
     """Tokens, positions and adapters of the rows of a step, padded, at fixed addresses.
 
@@ -106,12 +119,16 @@ class DecodeBuffers(StepBuffers):
 
 
 class DecodeGraphs:
-    """The graphs of one model and its merged copy on one GPU."""
+    """The graphs of one model and its merged copy on one GPU.
 
-    def __init__(self, cache: KvCache, pool: LoraPool, *, scratch_block: int) -> None:
-        self._cache, self._pool, self.scratch_block = cache, pool, scratch_block
+    `memory` is for the results of graphs, which never run at the same time and so share it.
+    """
+
+    capture = staticmethod(captured)  # replaced where there are no graphs
+
+    def __init__(self, cache: KvCache, pool: LoraPool, *, scratch_block: int, memory: GraphMemory) -> None:
+        self._cache, self._pool, self.scratch_block, self.memory = cache, pool, scratch_block, memory
         self.captured: dict[tuple[GraphSize, bool, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self.memory: GraphMemory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
 
     def forget_merged(self) -> None:
         """Drop the graphs that read the merged copy of the weights, because its memory is about to be freed."""
@@ -145,17 +162,4 @@ class DecodeGraphs:
     ) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
         buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self.scratch_block, adapted=adapted)
         buffers.fill(batch)
-        return buffers, *captured(buffers.run, self.memory)
-
-
-def captured(run: Callable[[], torch.Tensor], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of `run` in the graphs' memory, and its result, which every replay replaces."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # kernels are compiled and libraries initialised outside the capture
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # adapters go on being copied
-        result = run()
-    return graph, result
+        return buffers, *self.capture(buffers.run, self.memory)

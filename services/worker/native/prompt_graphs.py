@@ -80,6 +80,8 @@ class PromptBuffers(StepBuffers):
 class PromptGraphs:
     """The graphs of one model on one GPU. They use the memory of its decode graphs."""
 
+    capture = staticmethod(captured)  # replaced where there are no graphs
+
     def __init__(self, model: Model, cache: KvCache, pool: LoraPool, *, scratch_block: int, memory: GraphMemory) -> None:
         self._model, self._cache, self._pool, self._scratch_block = model, cache, pool, scratch_block
         self._memory = memory
@@ -123,7 +125,7 @@ class PromptGraphs:
     def _capture(self, bucket: Bucket, batch: StepBatch) -> tuple[PromptBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
         buffers = PromptBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block)
         buffers.fill(batch)
-        return buffers, *captured(buffers.run, self._memory)
+        return buffers, *self.capture(buffers.run, self._memory)
 
 
 def _without_rows() -> StepBatch:

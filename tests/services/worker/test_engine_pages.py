@@ -28,9 +28,10 @@ from motet.services.worker.native import assemble, device_memory
 from motet.services.worker.native.engine import Engine
 from motet.shared.config import ConfigError
 from tests.services.worker.support_engine import make_engine, request, run
+from tests.services.worker.support_graphs import repeated_decodes
 from tests.services.worker.test_engine_memory_fight import Bed, bed, burst, fight, tight_engine
 from tests.services.worker.test_engine_shared_memory import largest_bytes, requests
-from tests.services.worker.test_merging import ALL_MODULES, UNTIED, Case, Repeated, merged_steps, merging, whole_copy
+from tests.services.worker.test_merging import ALL_MODULES, UNTIED, Case, merged_steps, merging, whole_copy
 from tests.support_models import random_prompts
 from tests.support_pages import PAGE, HostPages
 
@@ -63,7 +64,7 @@ def driver_of(engine: Engine) -> HostPages:
 def with_graphs(engine: Engine) -> Engine:
     """Its decode steps are padded as on a GPU."""
     runner: Any = engine.runner
-    runner.steps.graphs = Repeated(runner, scratch_block=runner.memory.cache.null_block - 1)
+    runner.steps.graphs = repeated_decodes(runner, scratch_block=runner.memory.cache.null_block - 1)
     return engine
 
 

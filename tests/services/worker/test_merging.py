@@ -10,7 +10,6 @@ import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -25,14 +24,12 @@ from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.model_config import read_model_config
 from motet.services.worker.engines.opening import open_engine
-from motet.services.worker.native.decode_graphs import DecodeBuffers, DecodeGraphs
 from motet.services.worker.native.engine import Engine
 from motet.services.worker.native.merged_model import MergedModel
-from motet.services.worker.native.model import Model
-from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.config import ConfigError
 from motet.shared.worker_options import Switch
 from tests.services.worker.support_engine import BLOCK_SIZE, Run, make_engine, request, run, wiring
+from tests.services.worker.support_graphs import repeated_decodes
 from tests.support_models import AdapterFixture, make_adapters, make_checkpoint, random_prompts
 
 UNTUNED = replace(MERGE, decrement=0.0, multiply=1.0)
@@ -190,25 +187,11 @@ def test_a_sequence_that_saw_a_switch_leaves_no_blocks_of_both_modes(untied: Cas
 # ---- the torch model
 
 
-class Repeated(DecodeGraphs):
-    """Graphs for a device that has none: a replay launches everything again, from the same buffers into the same logits."""
-
-    def __init__(self, runner: Any, scratch_block: int) -> None:
-        self._cache, self._pool = runner.memory.cache, runner.pool
-        self._scratch_block, self.captured = scratch_block, {}
-
-    def _capture(self, bucket: Any, adapted: bool, batch: StepBatch, model: Model) -> Any:
-        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
-        buffers.fill(batch)
-        logits = buffers.run()
-        return buffers, SimpleNamespace(replay=lambda: logits.copy_(buffers.run())), logits
-
-
 @pytest.mark.parametrize("untied", ["reference"], indirect=True)
 def test_graphs_of_merged_steps_are_their_own_and_go_with_the_copy(untied: Case) -> None:
     engine, prompts = merging(untied), random_prompts(4, seed=1)
     runner: Any = engine.runner
-    graphs = runner.steps.graphs = Repeated(runner, scratch_block=runner.memory.cache.data.shape[1] - 1)
+    graphs = runner.steps.graphs = repeated_decodes(runner, scratch_block=runner.memory.cache.data.shape[1] - 1)
     runner.merged.dropped = graphs.forget_merged
     for adapter in (0, ALL_MODULES):
         whole_copy(engine, untied, adapter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from motet.services.worker.native.prompt_graphs import (
 )
 from motet.services.worker.native.runner import ModelRunner
 from motet.services.worker.native.step_batch import StepBatch
+from tests.services.worker.support_graphs import repeated
 from tests.services.worker.test_decode_graphs import give_history
 from tests.support_models import VOCAB, Sequence, make_adapters, make_checkpoint, make_runner, step_batch
 
@@ -114,24 +115,11 @@ def test_the_same_buffers_serve_one_step_after_another(
             torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
 
 
-class Repeated:
-    """A stand-in for a graph: a replay launches everything again and replaces the result."""
-
-    def __init__(self, run: Callable[[], torch.Tensor], memory: object) -> None:
-        self._run, self.result, self.memory = run, run(), memory
-
-    def replay(self) -> None:
-        self.result.copy_(self._run())
-
-
-def graphs_of(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> PromptGraphs:
-    def captured(run: Callable[[], torch.Tensor], memory: object) -> tuple[Any, torch.Tensor]:
-        graph = Repeated(run, memory)
-        return graph, graph.result
-
-    monkeypatch.setattr(prompt_graphs, "captured", captured)
+def graphs_of(runner: ModelRunner) -> PromptGraphs:
     cache = runner.memory.cache
-    return PromptGraphs(runner.steps.model, cache, runner.pool, scratch_block=cache.null_block - 1, memory=None)
+    graphs: Any = PromptGraphs(runner.steps.model, cache, runner.pool, scratch_block=cache.null_block - 1, memory=None)
+    graphs.capture = repeated
+    return graphs
 
 
 @interpreted
@@ -140,7 +128,7 @@ def test_a_step_is_replayed_once_there_have_been_others_of_its_size(tmp_path: Pa
     adapters = make_adapters(model_dir, tmp_path)[:3]
     runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
     with_triton(runner, monkeypatch)
-    graphs = runner.steps.prompts = graphs_of(runner, monkeypatch)
+    graphs = runner.steps.prompts = graphs_of(runner)
     graphs.after = 1
     monkeypatch.setattr(prompt_graphs, "ROWS", (8, 16))
     monkeypatch.setattr(prompt_graphs, "lora_plan", lambda pool, row_slot: "prefill" if len(row_slot) > 8 else "decode")
@@ -160,7 +148,7 @@ def test_graphs_are_captured_at_the_start_without_a_step(tmp_path: Path, monkeyp
     adapters = make_adapters(model_dir, tmp_path)[:3]
     runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
     with_triton(runner, monkeypatch)
-    graphs = runner.steps.prompts = graphs_of(runner, monkeypatch)
+    graphs = runner.steps.prompts = graphs_of(runner)
     monkeypatch.setattr(prompt_graphs, "ROWS", (8, 16))
     give_history(runner, twin)
     before, scratch_block = runner.memory.cache.data.clone(), runner.memory.cache.null_block - 1
@@ -176,7 +164,7 @@ def test_graphs_are_captured_at_the_start_without_a_step(tmp_path: Path, monkeyp
 
 def test_steps_that_no_graph_serves_are_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(make_checkpoint("llama3", tmp_path), [], kernels="reference")
-    graphs = graphs_of(runner, monkeypatch)
+    graphs = graphs_of(runner)
     graphs.after = 0
     step = mixed_step([(9, 9, -1)])
     assert graphs.forward(step) is None, "without a library"

@@ -28,7 +28,10 @@ def triton(options: BackendOptions) -> ModelRunner:
     memory = reserve(options, spare_blocks=1)
     library = lora_library() if options.assist_cores else None
     scratch_block = memory.cache.null_block - 1  # the spare one
-    graphs = DecodeGraphs(memory.cache, memory.pool, scratch_block=scratch_block) if options.graphs else None
+    graphs = None
+    if options.graphs:
+        results = torch.cuda.graph_pool_handle()
+        graphs = DecodeGraphs(memory.cache, memory.pool, scratch_block=scratch_block, memory=results)
     memory.cache.library = agreeing_library(memory.cache, heads=memory.config.num_heads, windows=memory.config.windows)
     return torch_runner(options, memory, _streams(memory), library, graphs=graphs)
 
