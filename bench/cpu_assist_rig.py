@@ -70,7 +70,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A step: its milliseconds, those of its parts, and the prompt tokens that it computed."""
+    """How long a step took, how long each of its parts, and how many prompt tokens it computed."""
 
     took_ms: float
     parts_ms: dict[str, float]

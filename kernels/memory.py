@@ -58,7 +58,7 @@ def move_down(memory: torch.Tensor, start: int, to: int, count: int) -> None:
 
 
 def move_by_buffer(memory: torch.Tensor, start: int, to: int, count: int, buffer_bytes: int = BUFFER_BYTES) -> None:
-    """`move_down` for devices, which cannot copy onto what they read: piece by piece, by way of a buffer where that is less."""
+    """`move_down` on a device, whose copies must not overlap: in pieces as long as the distance, or longer through a buffer."""
     piece = max(start - to, buffer_bytes // memory.element_size())
     for first in range(0, count, piece):
         length = min(piece, count - first)

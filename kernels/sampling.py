@@ -172,7 +172,7 @@ def invert_cdf(weights: Tensor, noise: Tensor) -> Tensor:
     inside = inside.cumsum(-1, dtype=torch.float64)
     # The tile's sum in float32 may exceed its float64 one by a rounding: stay below the end, so the id has weight.
     rest = torch.minimum(rest, inside[:, -1:] * (1 - 1e-12))
-    # A row of NaN has no weight anywhere; its caller throws the token away, but it must be one.
+    # A row of NaN has no weight anywhere. Its token is not used, but has to be a valid id.
     return (tile[:, 0] * TILE + (inside <= rest).sum(-1)).clamp(max=vocab_size - 1)
 
 

@@ -142,7 +142,7 @@ class PagedAttention:
         return np.column_stack([sequence, seq_starts[sequence] + within, sizes, (context_lens - counts)[sequence] + within])
 
     def _padding_tiles(self, start: int) -> np.ndarray:
-        """Tiles of the rows from `start` on. They end at position 0, so that there is nothing that they attend to."""
+        """Tiles of the rows from `start` on. Their positions are below 0, so the causal mask leaves them no key."""
         tokens = self._block_rows // self._group
         first = np.arange(start, self._rows, tokens)
         sizes = np.minimum(self._rows - first, tokens)
