@@ -4,7 +4,7 @@ One formula for the planner, its bound and its packing. A worker serves adapters
 outputs of O tokens on average. While B requests run,
 
     held    = P + E[O^2] / 2 E[O] + block / 2       KV tokens of a running request (long ones are met more often)
-    B_most  = min(seats, KV tokens / held, tokens of a step / (1 + P/O))
+    B_most  = min(seats, (KV tokens - P) / held, tokens of a step / (1 + P/O)); a waiting prompt leaves room for P unused
     n(B)    = sum_i 1 - exp(-B l_i O_i / L O)       different adapters among them
     T(B)    = (1 - m) decode(B, n) + m mixed(B, n, B P / O m),  m = 1 - exp(-B/O)    a step; B / O requests end and begin in it
     rate(B) = B / (O T(B)),  C = rate's maximum for B <= B_most
@@ -81,6 +81,8 @@ class Settings:
     seats: float
     step_tokens: float = np.inf
     block_tokens: int = 16
+    headroom_tokens: float = 0.0
+    """KV tokens that stay free for each running request."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -134,7 +136,7 @@ def judge(demand: Demand, settings: Settings, limits: Limits = Limits()) -> Verd
     context = prompt + demand.mean(demand.output_square) / (2.0 * output)
     most = np.stack(
         [
-            settings.kv_tokens / (context + settings.block_tokens / 2),
+            np.maximum(settings.kv_tokens - prompt, 0.0) / (context + settings.block_tokens / 2 + settings.headroom_tokens),
             np.full(len(settings), settings.seats),
             np.full(len(settings), settings.step_tokens / (1.0 + prompt / output)),
         ]
@@ -167,7 +169,7 @@ def judge(demand: Demand, settings: Settings, limits: Limits = Limits()) -> Verd
     copied = misses > 1.0 - float(demand.share.max())
     ttft_ms = 0.5 * tpot_ms + begin_ms + np.where(copied, copy_ms, 0.0)
 
-    residence_s = batch / rate
+    residence_s = batch / np.minimum(rate, capacity)
     strains = np.stack(
         [
             rate / capacity / limits.busy,
