@@ -30,8 +30,8 @@ import msgspec
 import numpy as np
 from numpy.random import Generator
 
+from motet.shared.json_files import FileError
 from motet.shared.model import Slo
-from motet.shared.profile import FileError
 from motet.twin.workload import Floats, Intensity, Ints, Lengths, Workload, pick
 
 VERSION = 1

@@ -21,6 +21,7 @@ from motet.policies.memory.eviction import EVICTIONS
 from motet.policies.step.request_queues import QUEUES
 from motet.shared import tables
 from motet.shared.config import ConfigError, ProcessConfig, ServiceConfig, load
+from motet.shared.json_files import FileError
 from motet.shared.model import Slo
 from motet.shared.scheduler_options import SchedulerOptions
 from motet.shared.worker_options import WorkerOptions
@@ -29,7 +30,7 @@ from motet.twin.figures import Result, table_rows
 from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B
 from motet.twin.profile import TwinProfile, a10_llama2_7b, read_profile
 from motet.twin.scheduler import SchedulerSpec
-from motet.twin.traces import FileError, Popularity, Trace, read_lengths, read_popularity, read_trace, write_trace
+from motet.twin.traces import Popularity, Trace, read_lengths, read_popularity, read_trace, write_trace
 from motet.twin.workload import MAX_CV, Intensity, Lengths, Workload, arrivals, rank_mix, zipf
 
 MIB = 1 << 20

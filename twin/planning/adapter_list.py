@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from motet.shared.json_files import FileError
 from motet.shared.model import Slo, is_adapter_name
-from motet.shared.profile import FileError
 from motet.twin.planning.loads import Loads, Objective
 from motet.twin.traces import Row, csv_rows, first_line, json_rows, number, opened, text, whole
 from motet.twin.workload import Lengths
