@@ -53,6 +53,8 @@ class PlannedWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_tokens: int
     adapter_bytes: int | None = None
     """Bytes of its memory for adapters; None where only slots limit them."""
+    adapter_share: _Share | None = None
+    """Of the memory for KV blocks and adapters, what adapters get; None where it is not known."""
     busy: _Amount
     """Load over the capacity."""
     in_use: _Amount

@@ -20,11 +20,10 @@ def native_settings(limits: WorkerLimits, options: WorkerOptions, steps: StepLaw
     """
     adapter_bytes = [float(limits.adapter_bytes_total)]
     kv_tokens = [float(limits.kv_blocks_total * limits.block_size)]
-    token_bytes = limits.kv_block_bytes / limits.block_size or float(limits.kv_token_bytes)
-    if token_bytes:
-        both = adapter_bytes[0] + kv_tokens[0] * token_bytes
+    if token := token_bytes(limits):
+        both = adapter_bytes[0] + kv_tokens[0] * token
         adapter_bytes += [share * both for share in ADAPTER_SHARES]
-        kv_tokens += [(1.0 - share) * both / token_bytes for share in ADAPTER_SHARES]
+        kv_tokens += [(1.0 - share) * both / token for share in ADAPTER_SHARES]
     return Settings(
         steps=steps,
         slots=np.full(len(kv_tokens), np.inf),
@@ -36,3 +35,8 @@ def native_settings(limits: WorkerLimits, options: WorkerOptions, steps: StepLaw
         block_tokens=limits.block_size,
         headroom_tokens=limits.block_size,
     )
+
+
+def token_bytes(limits: WorkerLimits) -> float:
+    """The KV bytes of a token; 0 where the worker does not say."""
+    return limits.kv_block_bytes / limits.block_size or float(limits.kv_token_bytes)

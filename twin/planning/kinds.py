@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from motet.policies.plan.capacity import Settings, StepLaw
-from motet.policies.plan.native import native_settings
+from motet.policies.plan.native import native_settings, token_bytes
 from motet.policies.plan.native_steps import LinearSteps, MeasuredSteps
 from motet.policies.times.perf_model import MIB
 from motet.twin.cluster import BusDelays, Cluster
@@ -78,6 +78,10 @@ class Kind(Protocol):
         """The options to start a worker with."""
         ...
 
+    def adapter_share(self, setting: int) -> float | None:
+        """The share of the memory for KV blocks and adapters that adapters get; None where it is not known."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class VllmKind:
@@ -135,6 +139,13 @@ class VllmKind:
             f"--enable-lora --max-loras {law.slots[setting]:.0f} --max-lora-rank {law.max_rank[setting]:.0f}"
             f" --max-cpu-loras {max(len(part), int(law.slots[setting]))} --max-num-seqs {self.seats}"
         )
+
+    def adapter_share(self, setting: int) -> float | None:
+        """See `Kind`: by the KV tokens that there are with and, on the same line, without slots."""
+        law = self.settings
+        (a, kv_a), *_, (b, kv_b) = self.calibration.kv_points[int(law.max_rank[setting])]
+        without = kv_a + (kv_a - kv_b) / (b - a) * a
+        return float(1.0 - law.kv_tokens[setting] / without)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +208,12 @@ class NativeKind:
         law, limits = self.settings, self.profile.limits
         flags = f"--max-loras {max(self.profile.engine.max_loras, len(part))} --max-lora-rank {limits.max_lora_rank}"
         return f"{flags} --lora-memory-mib {law.adapter_bytes[setting] / MIB:.0f}"
+
+    def adapter_share(self, setting: int) -> float | None:
+        """See `Kind`."""
+        law, token = self.settings, token_bytes(self.profile.limits)
+        size = float(law.adapter_bytes[setting])
+        return size / (size + float(law.kv_tokens[setting]) * token) if token else None
 
 
 def joined(parts: Sequence[Loads]) -> Loads:

@@ -79,6 +79,11 @@ class Loads:
             objective=self.objective[rows],
         )
 
+    def slim(self) -> Loads:
+        """The same without pools of lengths that no adapter draws from."""
+        used, pool = np.unique(self.pool, return_inverse=True)
+        return replace(self, pool=pool, lengths=tuple(self.lengths[index] for index in used.tolist()))
+
     def faster(self, factor: float) -> Loads:
         """The same adapters at `factor` times their rates."""
         return replace(self, rate=self.rate * factor)
