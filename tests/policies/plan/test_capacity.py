@@ -142,7 +142,7 @@ def test_requests_wait_where_seats_are_nearly_all_taken():
 
 
 def test_requests_wait_for_slots_before_all_of_them_are_taken():
-    few, many = (judge(adapters(200, 0.004, ttft_slo_ms=500.0), settings(slots)) for slots in (9, 16))
+    few, many = (judge(adapters(200, 0.004, ttft_slo_ms=500.0), settings(slots)) for slots in (8, 16))
     assert few.adapters_in_use[0] < 5, "on average"
     assert few.ttft_ms[0] > 500 > many.ttft_ms[0]
 
