@@ -112,6 +112,7 @@ def make(
     """The plan. Without a trial it is the law's alone. Raises CannotServe with the reason where there is none."""
     loads = loads.faster(1.0 + goal.headroom)
     kinds = offered(offers, goal)
+    _check_ranks(loads, kinds)
     made = None
     for round_ in range(1, ROUNDS + 1):
         say(f"round {round_}: packing {len(loads):,} adapters")
@@ -133,6 +134,14 @@ def make(
         kinds = tightened(made, kinds)
     assert made is not None
     return made
+
+
+def _check_ranks(loads: Loads, kinds: Sequence[fleet.Kind]) -> None:
+    """Raises CannotServe naming the adapter whose rank no worker takes."""
+    largest = max(float(kind.settings.max_rank.max()) for kind in kinds)
+    row = int(loads.rank.argmax())
+    if loads.rank[row] > largest:
+        raise CannotServe(f"the adapter {loads.names[row]} has rank {loads.rank[row]}; the largest that a worker takes is {largest:.0f}")
 
 
 def pack_by(packer: Packer, loads: Loads, offers: Sequence[Offer], goal: Goal) -> Made:
