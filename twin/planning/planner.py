@@ -141,7 +141,9 @@ def _check_ranks(loads: Loads, kinds: Sequence[fleet.Kind]) -> None:
     largest = max(float(kind.settings.max_rank.max()) for kind in kinds)
     row = int(loads.rank.argmax())
     if loads.rank[row] > largest:
-        raise CannotServe(f"the adapter {loads.names[row]} has rank {loads.rank[row]}; the largest that a worker takes is {largest:.0f}")
+        raise CannotServe(
+            f"the adapter {loads.names[row]} has rank {loads.rank[row]}; the largest that a worker takes is {largest:.0f}"
+        )
 
 
 def pack_by(packer: Packer, loads: Loads, offers: Sequence[Offer], goal: Goal) -> Made:
