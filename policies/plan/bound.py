@@ -31,20 +31,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.plan.bound_cells import NEVER, ROWS, Cells, States, first, joined
-from motet.policies.plan.classes import classes
+from motet.policies.plan.capacity import judge
+from motet.policies.plan.classes import MOST, classes
 from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.fleet import Kind, Rows
 
 TOLERANCE = 3e-3
 """By how much a solution may exceed the optimum of its cells; the value is lowered by it."""
 ROUNDS = 25
-CELLS = 60_000
+ROUGH_ROUNDS = 5
+ROUGH_CLASSES = 24
+CELLS = 16_000
 STEPS = 40
 """Attempts to find weights of a cell's rows that prove that it does not lower the cost."""
 PULL = 1.5
 ALONE = 8
-ADDED = 16
-CLOSE = 1.01
+ADDED = 24
+EACH = 3
+KEPT = 64
+DIVIDED = 128
+PASSES = 4
+NEAR, CLOSE = 1.005, 1.01
 """Bound and solution are this close at the end, where both mean the same number of workers."""
 LEFT_OVER = 1e5
 """Price of a class that is not served, in workers."""
@@ -56,6 +63,7 @@ class Bound:
 
     value: float  # cost
     points: tuple[Point, ...]
+    nearest: Rows  # the class of each adapter
 
     @property
     def workers(self) -> float:
@@ -96,9 +104,18 @@ class _Found:
         )
 
 
-def bound(demand: Demand, kinds: Sequence[Kind]) -> Bound:
-    """The least cost of workers that serve a demand by the law. inf where no number of the allowed workers can."""
-    return _Program(classes(demand), kinds).solve()
+def bound(demand: Demand, kinds: Sequence[Kind], *, rough: bool = False) -> Bound:
+    """The least cost of workers that serve a demand by the law. inf where no number of the allowed workers can.
+
+    `rough`: with fewer classes and rounds, for the points; the value is lower.
+    """
+    of, nearest = classes(demand, ROUGH_CLASSES if rough else MOST)
+    cheapest = min(range(len(kinds)), key=lambda at: kinds[at].cost)
+    said = judge(of, kinds[cheapest].settings, kinds[cheapest].limits)
+    if said.strain.min() <= 1.0 and kinds[cheapest].most != 0:
+        point = Point(kind=cheapest, setting=said.best, workers=1.0, shares=np.ones(len(of)))
+        return Bound(value=kinds[cheapest].cost, points=(point,), nearest=nearest)
+    return _Program(of, kinds).solve(nearest, ROUGH_ROUNDS if rough else ROUNDS)
 
 
 class _Program:
@@ -111,6 +128,7 @@ class _Program:
         self.rows = self._rows(self.cells)
         self.weights = np.full((len(self.cells), ROWS), 1.0 / ROWS)
         self.active = np.zeros(len(self.cells), dtype=bool)
+        self.used = self.active.copy()
         self._keep(self.rows[:, 0].min(axis=1) < NEVER)
         best = self._alone()
         self.active[best] = True
@@ -136,35 +154,50 @@ class _Program:
 
     def _keep(self, kept: NDArray[np.bool_]) -> None:
         self.cells, self.rows = self.cells.take(np.flatnonzero(kept)), self.rows[kept]
-        self.weights, self.active = self.weights[kept], self.active[kept]
+        self.weights, self.active, self.used = self.weights[kept], self.active[kept], self.used[kept]
 
-    def solve(self) -> Bound:
+    def solve(self, nearest: Rows, rounds: int) -> Bound:
         """Add fine cells that lower the cost, and divide wide ones that may, until there are none."""
         found, value = self._master(), min(kind.cost for kind in self.kinds)
-        for _ in range(ROUNDS):
-            cost = found.cost
+        for _ in range(rounds):
+            self.used = found.workers > 0
+            cost, rough = found.cost, np.flatnonzero(self.cells.wide() & (found.workers > 0))
+            self._divide(rough)
             able = self._able(found.worth, cost)
             value = max(value, found.value / max(1.0, float(able.max())))
             better = np.flatnonzero(able > 1.0 + TOLERANCE)
-            if not len(better) or (found.value < CLOSE * value and np.ceil(found.value) == np.ceil(value)):
+            if not (len(better) or len(rough)) or (not len(rough) and (found.value < NEAR * value or (found.value < CLOSE * value and np.ceil(found.value) == np.ceil(value)))):
                 break
-            self.active[better[np.argsort(-able[better], kind="stable")[:ADDED]]] = True
+            if self.active.sum() > KEPT:
+                self.active &= self.used
+            self.active[self._diverse(better, able)] = True
             found = self._master()
-        return Bound(value=value, points=found.points(self.cells))
+        return Bound(value=value, points=found.points(self.cells), nearest=nearest)
+
+    def _diverse(self, better: Rows, able: Floats) -> Rows:
+        """The best cells, at most a few of each setting."""
+        ordered = better[np.argsort(-able[better], kind="stable")]
+        key = self.cells.kind[ordered] * len(self.cells) + self.cells.setting[ordered]
+        alike = np.argsort(key, kind="stable")  # by setting, the best first
+        begins = np.r_[True, key[alike][1:] != key[alike][:-1]]
+        place = np.arange(len(alike)) - np.maximum.accumulate(np.where(begins, np.arange(len(alike)), 0))
+        return ordered[np.sort(alike[place < EACH])[:ADDED]]
 
     def _able(self, worth: Floats, cost: Floats) -> Floats:
         """The worth of what a worker of each cell can serve at most, over its cost. The best are divided until they are fine."""
         able = np.empty(0)
-        while True:
+        for left in reversed(range(PASSES)):
             fresh = np.arange(len(able), len(self.cells))
             able = np.concatenate([able, self._worth(worth, cost[self.cells.kind[fresh]], fresh) / cost[self.cells.kind[fresh]]])
             able[self.active] = 0.0
             best = max(1.0 + TOLERANCE, 0.5 + 0.5 * float(able.max()))
             wide = np.flatnonzero((able > best) & self.cells.wide())
-            if not len(wide) or len(self.cells) > CELLS:
-                return able
+            if not (len(wide) and left) or len(self.cells) > CELLS:
+                break
+            wide = np.sort(wide[np.argsort(-able[wide], kind="stable")[:DIVIDED]])
             able = np.delete(able, wide)
             self._divide(wide)
+        return able
 
     def _divide(self, wide: Rows) -> None:
         """Put the parts of some cells in their place, at the end."""
@@ -176,6 +209,7 @@ class _Program:
         self.rows = np.concatenate([self.rows, rows])
         self.weights = np.concatenate([self.weights, self.weights[wide[parents]]])
         self.active = np.concatenate([self.active, np.zeros(len(parts), dtype=bool)])
+        self.used = np.concatenate([self.used, np.zeros(len(parts), dtype=bool)])
         self._keep(np.concatenate([kept, rows[:, 0].min(axis=1) < NEVER]))
 
     def _worth(self, worth: Floats, enough: Floats, cells: Rows) -> Floats:

@@ -12,8 +12,9 @@ from motet.policies.plan.capacity import BATCHES, Mix, Settings
 from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.fleet import Kind, Rows, at_settings
 
-FINE = 1.04
-"""Cells whose ends differ by less than this factor are not divided."""
+RANGES = ("batch", "used", "adapters")
+FINE = np.array([1.04, 1.12, 1.25])
+"""Ratios of the ends of each range below which cells are not divided. What a worker can do depends most on the first."""
 COARSE = 2.0
 LEAST = 0.25
 """Running requests, and adapters in use, below which ranges are not divided."""
@@ -43,17 +44,22 @@ class Cells:
 
     def wide(self) -> NDArray[np.bool_]:
         """Whether a range is not fine, [cells]."""
-        ranges = np.stack([self.batch, self.used, self.adapters], axis=1)
-        return np.asarray((ranges[:, :, 1] > np.maximum(ranges[:, :, 0], LEAST) * FINE).any(axis=1))
+        return np.asarray((self._widths() > 1.0).any(axis=1))
+
+    def _widths(self) -> Floats:
+        """Of each range, as the number of times that it is `FINE`, [cells, RANGES]."""
+        ranges = np.stack([getattr(self, name) for name in RANGES], axis=1)
+        return np.asarray(np.log(np.maximum(ranges[:, :, 1], LEAST) / np.maximum(ranges[:, :, 0], LEAST)) / np.log(FINE))
 
     def divided(self) -> tuple[Cells, Rows]:
-        """Each cell in two along every range that is not fine, and from which cell each part is."""
+        """Each cell in two along its widest ranges, and from which cell each part is."""
         cells, parents = self, np.arange(len(self))
-        for name in ("batch", "used", "adapters"):
+        widths = self._widths()
+        divide = (widths > 1.0) & (widths >= 0.5 * widths.max(axis=1, keepdims=True))
+        for at, name in enumerate(RANGES):
             ranges = getattr(cells, name)
-            low, high = np.maximum(ranges[:, 0], LEAST), ranges[:, 1]
-            wide = np.flatnonzero(high / low > FINE)
-            middle = np.sqrt(low * high)[wide]
+            wide = np.flatnonzero(divide[parents, at])
+            middle = np.sqrt(np.maximum(ranges[wide, 0], LEAST) * ranges[wide, 1])
             below, above = ranges.copy(), ranges[wide]
             below[wide, 1] = middle
             above[:, 0] = middle
@@ -169,7 +175,7 @@ class States:
         token_s = inside_s.min(axis=(1, 2))
         tokens, lora = of.rate * of.output_tokens, (of.rank > 0).astype(np.float64)
         used = lora * -np.expm1(-np.multiply.outer(token_s, tokens))
-        root = np.minimum(np.asarray(limits.z) / np.sqrt(np.maximum(cells.used[:, 1], 1.0)), 1.0)[:, None]
+        root = np.minimum(np.asarray(limits.z) / np.sqrt(np.maximum(_variance_most(cells), 1.0)), 1.0)[:, None]
         slots = settings.slots
         scarce = cells.adapters[:, 1] > slots
         missed = self._missed(cells, token_s, np.where(scarce & self.kind.settings.steps.stalls, slots, np.inf))
@@ -261,6 +267,13 @@ class States:
     def _with_copies(needs: Floats, room: Floats, copy_s: Floats, missed: tuple[Floats, Floats]) -> Floats:
         """Needs as shares of the room, where each request that waits for a copy takes `copy_s` of it."""
         return np.asarray((needs + copy_s[:, None] * missed[0]) / (room + copy_s * missed[1])[:, None])
+
+
+def _variance_most(cells: Cells) -> Floats:
+    """The largest sum of u (1 - u) of the adapters, where their u add up to n: n - n^2 / A, where all are alike, [cells]."""
+    most = cells.adapters[:, 1]
+    used = np.clip(0.5 * most, *cells.used.T)
+    return np.asarray(used * (1.0 - np.minimum(1.0, used / most)))
 
 
 def _interpolated(values: Floats, share: Floats) -> Floats:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from motet.policies.plan.demand import Demand, Floats
+from motet.policies.plan.fleet import Rows
 
-MOST = 64
+MOST = 48
 EASIER = {
     "prompt_tokens": np.floor,
     "output_tokens": np.floor,
@@ -20,11 +21,11 @@ EASIER = {
 RATIOS = (1.0, 1.1, 1.3, 2.0, 8.0, 1e9)
 
 
-def classes(demand: Demand, most: int = MOST) -> Demand:
-    """The demand in at most `most` rows, with counts that need not be whole.
+def classes(demand: Demand, most: int = MOST) -> tuple[Demand, Rows]:
+    """The demand in about `most` rows at most, with counts that need not be whole, and the nearest row for each adapter.
 
     An adapter between two rates of a grid counts as a share of each, so the sum of rates is kept. Adapters without requests are
-    left out.
+    left out; their nearest row is 0.
     """
     rows = np.flatnonzero(demand.rate * demand.count > 0)
     columns = np.stack([getattr(demand, name)[rows] for name in EASIER], axis=1)
@@ -33,20 +34,24 @@ def classes(demand: Demand, most: int = MOST) -> Demand:
         if len(groups) <= max(1, most // 4):
             break
     each = max(2, most // len(groups))
-    parts = []
+    parts, nearest, classes_before = [], np.zeros(len(demand), dtype=np.intp), 0
     for at, values in enumerate(groups):
         members = rows[which.ravel() == at]
         grid, count = _on_grid(demand.rate[members], demand.count[members], each)
         kept = np.flatnonzero(count > 0)
         parts.append((grid[kept], count[kept], np.tile(values, (len(kept), 1))))
+        middles = np.sqrt(grid[kept][1:] * grid[kept][:-1])
+        nearest[members] = classes_before + np.searchsorted(middles, demand.rate[members])
+        classes_before += len(kept)
     values = np.concatenate([part[2] for part in parts])
-    return Demand.of(
+    found = Demand.of(
         np.concatenate([part[0] for part in parts]),
         count=np.concatenate([part[1] for part in parts]),
         share=float(demand.share.min()),
         peakedness=demand.peakedness,
         **dict(zip(EASIER, values.T, strict=True)),
     )
+    return found, nearest
 
 
 def _rounded(columns: Floats, ratio: float) -> Floats:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.plan.capacity import LIMITS, Limits, Settings, Verdict, judge_sets
+from motet.policies.plan.capacity import Limits, Settings, Verdict, judge_sets
 from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.loads import Loads
 
@@ -77,7 +77,7 @@ class Packing:
 
     @property
     def strain(self) -> float:
-        """Of the most strained worker."""
+        """Of the most strained worker. The law is satisfied where it is at most 1."""
         return max(worker.strain for worker in self.workers)
 
 
@@ -85,10 +85,13 @@ class CannotServe(Exception):
     """No packing serves the demand. The message is a sentence with the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The best setting for a set of adapters on a kind."""
+@dataclass(slots=True)
+class Worker:
+    """A worker that is being packed: its adapters, their sums, and the best setting for them."""
 
+    kind: int
+    rows: list[int]
+    load: Loads
     setting: int
     strain: float
 
@@ -97,33 +100,34 @@ class Adapters:
     """A demand with one row for each adapter, prepared for judging many sets of its rows on each kind."""
 
     def __init__(self, demand: Demand, kinds: Sequence[Kind]) -> None:
-        self.demand = demand
-        self.kinds = kinds
+        self.demand, self.kinds = demand, kinds
         self.loads = [Loads.of(demand, kind.settings.steps.copy_ms(demand)) for kind in kinds]
+        self.tokens = demand.rate * demand.output_tokens  # output tokens/s of each
         self._able: dict[tuple[int, float], tuple[Rows, Settings, Limits]] = {}
 
     def __len__(self) -> int:
         return len(self.demand)
 
-    def joined(self, kind: int, rows: Sequence[int] | Rows) -> Loads:
-        """A set of adapters."""
-        return self.loads[kind].joined(np.asarray(rows, dtype=np.intp))
+    def worker(self, kind: int, rows: Iterable[int]) -> Worker:
+        """A worker with these rows."""
+        chosen = list(rows)
+        load = self.loads[kind].joined(np.array(chosen, dtype=np.intp))
+        return Worker(kind, chosen, load, *self.best(kind, load))
 
-    def choose(self, kind: int, load: Loads) -> Choice:
-        """The setting with the least strain for one set."""
+    def best(self, kind: int, load: Loads) -> tuple[int, float]:
+        """The setting with the least strain for one set of adapters, and the strain; (0, inf) where none holds its ranks."""
         settings, verdict = self._judged(kind, load)
         if verdict is None:
-            return Choice(0, np.inf)
+            return 0, np.inf
         best = verdict.best
-        return Choice(int(settings[best]), float(verdict.strain[best]))
+        return int(settings[best]), float(verdict.strain[best])
 
     def _judged(self, kind: int, load: Loads) -> tuple[Rows, Verdict | None]:
         rank = float(load.extreme("rank")[0])
-        able, settings, limits = self.able(kind, rank)
+        able, settings, limits = self._settings(kind, rank)
         return able, judge_sets(load, settings, limits, copy_ms=load.copies[0, able]) if len(able) else None
 
-    def able(self, kind: int, rank: float) -> tuple[Rows, Settings, Limits]:
-        """The settings of a kind that hold adapters of this rank."""
+    def _settings(self, kind: int, rank: float) -> tuple[Rows, Settings, Limits]:
         key = (kind, rank)
         if key not in self._able:
             one = self.kinds[kind]
@@ -133,23 +137,23 @@ class Adapters:
 
     def strains(self, kind: int, loads: Loads, settings: Rows) -> Floats:
         """The strain of each set with the setting of the same row."""
+        return self._verdict(kind, loads, settings).strain
+
+    def _verdict(self, kind: int, loads: Loads, settings: Rows) -> Verdict:
         one = self.kinds[kind]
         copy_ms = loads.copies[np.arange(len(loads)), settings]
-        return judge_sets(loads, one.settings.take(settings), at_settings(one.limits, settings), copy_ms=copy_ms).strain
+        return judge_sets(loads, one.settings.take(settings), at_settings(one.limits, settings), copy_ms=copy_ms)
 
     def packed(self, kind: int, rows: Iterable[int], setting: int | None = None) -> Packed:
-        """A worker with these rows, and its best setting if none is given."""
-        ordered = np.array(sorted(rows), dtype=np.intp)
-        load = self.joined(kind, ordered)
-        chosen = self.choose(kind, load).setting if setting is None else setting
-        at = np.array([chosen])
-        one = self.kinds[kind]
-        said = judge_sets(load, one.settings.take(at), at_settings(one.limits, at), copy_ms=load.copies[0, at])
+        """What the law says of a worker with these rows, with its best setting if none is given."""
+        worker = self.worker(kind, sorted(rows))
+        chosen = worker.setting if setting is None else setting
+        said = self._verdict(kind, worker.load, np.array([chosen]))
         facts = ("capacity", "busy", "batch", "adapters_in_use", "miss_share", "tpot_ms", "ttft_ms", "strain")
         return Packed(
             kind=kind,
-            rows=tuple(ordered.tolist()),
-            shares=(1.0,) * len(ordered),
+            rows=tuple(worker.rows),
+            shares=(1.0,) * len(worker.rows),
             setting=chosen,
             limit=said.limit(0),
             **{name: float(getattr(said, name)[0]) for name in facts},

@@ -95,6 +95,22 @@ class Loads:
             extremes=np.maximum(self.extremes, others.extremes),
         )
 
+    def without_each(self, others: Loads) -> Loads:
+        """Each set without a part of it, of the other in the same row. Extremes stay."""
+        return replace(
+            self,
+            totals=np.maximum(self.totals - others.totals, 0.0),
+            curves=np.maximum(self.curves - others.curves, 0.0),
+            copies=np.maximum(self.copies - others.copies, 0.0),
+            extremes=np.broadcast_to(self.extremes, (max(len(self), len(others)), len(EXTREMES))),
+        )
+
+    @staticmethod
+    def stack(parts: Sequence[Loads]) -> Loads:
+        """All sets of the parts."""
+        columns = ("totals", "curves", "copies", "extremes")
+        return replace(parts[0], **{name: np.concatenate([getattr(part, name) for part in parts]) for name in columns})
+
     @property
     def rate(self) -> Floats:
         """Requests/s, [sets]."""

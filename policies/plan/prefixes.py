@@ -8,12 +8,17 @@ of adapters; here the longest one is found by doubling and bisection.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import Adapters, CannotServe, Rows
+from motet.policies.plan.fleet import Adapters, CannotServe, Rows, Worker
 from motet.policies.plan.loads import Loads
+
+
+AHEAD = 2
+"""How far in the order adapters are looked at, relative to a guess of how many fit."""
 
 
 def zigzag(demand: Demand) -> Rows:
@@ -32,31 +37,6 @@ def _zigzag(rows: Rows) -> Rows:
     return mixed
 
 
-class Prefixes:
-    """Sets of adjacent adapters in an order, from sums along it."""
-
-    def __init__(self, adapters: Adapters, order: Rows) -> None:
-        self._adapters = adapters
-        self._extremes = [loads.extremes[order] for loads in adapters.loads]
-        self._sums = [_sums(loads.take(order)) for loads in adapters.loads]
-
-    def load(self, kind: int, start: int, stop: int) -> Loads:
-        """The adapters at [start, stop) of the order."""
-        sums = self._sums[kind]
-        return Loads(
-            totals=sums.totals[stop : stop + 1] - sums.totals[start : start + 1],
-            curves=np.maximum(sums.curves[stop : stop + 1] - sums.curves[start : start + 1], 0.0),
-            copies=sums.copies[stop : stop + 1] - sums.copies[start : start + 1],
-            extremes=self._extremes[kind][start:stop].max(axis=0, keepdims=True),
-            peakedness=sums.peakedness,
-        )
-
-    def longest(self, kind: int, start: int, guess: int) -> int:
-        """How many adapters from `start` on one worker can serve."""
-        end = len(self._adapters) - start
-        return longest(lambda length: self._adapters.choose(kind, self.load(kind, start, start + length)).strain <= 1.0, end, guess)
-
-
 def longest(enough: Callable[[int], bool], end: int, guess: int) -> int:
     """The largest length up to `end` that is enough, from a guess by doubling and bisection; 0 if 1 is not."""
     low, high = 0, end + 1  # low is enough, high is not
@@ -72,46 +52,75 @@ def longest(enough: Callable[[int], bool], end: int, guess: int) -> int:
     return low
 
 
-def by_prefixes(adapters: Adapters) -> list[tuple[int, Rows]]:
-    """(kind, rows) of each worker. Of several kinds each worker is of the one with the least cost per token served.
+def by_prefixes(adapters: Adapters, order: Rows) -> list[Worker]:
+    """Workers for the adapters in an order. Of several kinds each worker is of the one with the least cost per token.
 
     Raises CannotServe where no kind may have more workers.
     """
-    demand, kinds = adapters.demand, adapters.kinds
-    order = zigzag(demand)
-    prefixes = Prefixes(adapters, order)
-    tokens = np.concatenate([[0.0], np.cumsum((demand.rate * demand.output_tokens)[order])])
-    guesses, used, packed, start = [16] * len(kinds), [0] * len(kinds), list[tuple[int, Rows]](), 0
-    while start < len(order):
-        best: tuple[float, int, int] | None = None
+    tokens = adapters.tokens
+    kinds, packed, left = adapters.kinds, list[Worker](), order
+    guesses = [16] * len(kinds)
+    while len(left):
+        best: tuple[float, int, Rows] | None = None
         for at, kind in enumerate(kinds):
-            if kind.most is not None and used[at] >= kind.most:
+            if kind.most is not None and sum(worker.kind == at for worker in packed) >= kind.most:
                 continue
-            guesses[at] = prefixes.longest(at, start, guesses[at])
-            if guesses[at]:
-                served = tokens[start + guesses[at]] - tokens[start]
-                best = min(best or (np.inf, 0, 0), (kind.cost / served, at, guesses[at]))
+            rows = fill(adapters, at, left, guesses[at])
+            if not len(rows):
+                continue
+            guesses[at] = len(rows)
+            cost = kind.cost / max(float(tokens[rows].sum()), 1e-300)
+            if best is None or cost < best[0]:
+                best = cost, at, rows
         if best is None:
-            raise CannotServe(
-                f"{len(packed)} workers, the most allowed, serve {tokens[start] / tokens[-1]:.0%} of the load by this order"
-            )
-        _, at, length = best
-        packed.append((at, order[start : start + length]))
-        used[at] += 1
-        start += length
+            served = 1.0 - float(tokens[left].sum() / tokens.sum())
+            raise CannotServe(f"the {len(packed)} workers that are allowed serve {served:.0%} of the load")
+        packed.append(adapters.worker(best[1], best[2].tolist()))
+        left = left[~np.isin(left, best[2])]
     return packed
 
 
-def _sums(loads: Loads) -> Loads:
-    """Sums of the first sets: row k has those of k sets."""
+def fill(adapters: Adapters, kind: int, order: Rows, guess: int) -> Rows:
+    """The longest prefix of an order that a worker can serve, then what else fits of the adapters that follow.
 
-    def along(values: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
+    None if it cannot serve the first one.
+    """
+    while True:
+        window = order[: AHEAD * guess + 8]
+        loads = adapters.loads[kind].take(window)
+        sums = Sums(loads)
+        length = longest(lambda count: adapters.best(kind, sums.first(count))[1] <= 1.0, len(window), guess)
+        if length < len(window) or len(window) == len(order):
+            break
+        guess = length
+    if not length:
+        return window[:0]
+    chosen, load = list(range(length)), sums.first(length)
+    rates, too_much = adapters.demand.rate[window], np.inf
+    for at in (length + np.argsort(-rates[length:], kind="stable")).tolist():
+        if rates[at] < too_much:
+            more = load.with_each(loads.take([at]))
+            if adapters.best(kind, more)[1] <= 1.0:
+                chosen.append(at)
+                load = more
+            else:
+                too_much = rates[at]
+    return window[chosen]
 
-    return Loads(
-        totals=along(loads.totals),
-        curves=along(loads.curves),
-        copies=along(loads.copies),
-        extremes=loads.extremes,
-        peakedness=loads.peakedness,
-    )
+
+class Sums:
+    """Sums of the first of some sets."""
+
+    def __init__(self, loads: Loads) -> None:
+        self._loads = loads
+        self._totals, self._curves, self._copies = (
+            np.cumsum(values, axis=0) for values in (loads.totals, loads.curves, loads.copies)
+        )
+        self._extremes = np.maximum.accumulate(loads.extremes, axis=0)
+
+    def first(self, count: int) -> Loads:
+        """The union of the first `count` sets, which is at least 1."""
+        at = slice(count - 1, count)
+        return replace(
+            self._loads, totals=self._totals[at], curves=self._curves[at], copies=self._copies[at], extremes=self._extremes[at]
+        )

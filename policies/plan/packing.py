@@ -1,0 +1,105 @@
+"""Packs adapters onto as few (or as cheap) workers as the law of a worker allows.
+
+    split      an adapter that needs more than a worker becomes equal copies, each on a worker of its own
+    pack       along an order of the adapters (`prefixes`): by rank and rate ("bisect") or by the lower bound ("guided");
+               the cheaper one counts, and of equal ones the one that is strained less. `paper` has the paper's procedure
+    empty      the lightest worker is emptied into the others, as long as one can be
+    level      adapters move until all workers are strained alike
+
+Every step is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from motet.policies.plan.bound import Bound, bound
+from motet.policies.plan.demand import Demand
+from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packing, Worker
+from motet.policies.plan.guided import guided
+from motet.policies.plan.level import add, emptied, level
+from motet.policies.plan.prefixes import by_prefixes, zigzag
+from motet.policies.plan.splitting import Copies, split
+
+Procedure = Literal["best", "bisect", "guided"]
+
+
+STEPS = 16
+"""Moves that level a packing, besides one for each worker."""
+
+
+def pack(demand: Demand, kinds: Sequence[Kind], *, procedure: Procedure = "best", guide: Bound | None = None) -> Packing:
+    """Workers that serve the demand within the limits of their kinds, at the least cost that the procedure finds.
+
+    The demand has one row for each adapter: every `count` is 1. `guide`: a bound of the same demand and kinds; without one
+    `guided` computes a rough one. Raises CannotServe, and ValueError for other counts.
+    """
+    copies = _copies(demand, kinds)
+    adapters = copies.adapters
+    orders = []
+    if procedure != "guided":
+        orders.append(zigzag(adapters.demand))
+    if procedure != "bisect":
+        if guide is None or len(adapters) != len(demand):
+            guide = bound(adapters.demand, kinds, rough=True)
+        orders.append(guided(adapters.demand, guide))
+    found, failed = list[list[Worker]](), list[CannotServe]()
+    for order in orders:
+        try:
+            found.append(by_prefixes(adapters, order))
+        except CannotServe as error:
+            failed.append(error)
+    if not found:
+        raise failed[-1]
+    workers = min(found, key=lambda workers: (_cost(adapters, workers), max(worker.strain for worker in workers)))
+    while (fewer := emptied(adapters, workers)) is not None:
+        workers = fewer
+    level(adapters, workers, STEPS + len(workers))
+    return packing(copies, workers)
+
+
+def spread(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> Packing:
+    """The demand on as many workers of each kind as given, strained as alike as possible: the objective "latency".
+
+    Adapters go one by one, by rank and rate, to the worker that they strain the least; then the workers are levelled. Raises
+    CannotServe where a worker is beyond its limits, and ValueError for counts other than 1.
+    """
+    copies = _copies(demand, kinds)
+    adapters = copies.adapters
+    order = np.lexsort((-adapters.tokens, -adapters.demand.rank))
+    empty = [kind for kind, count in enumerate(counts) for _ in range(count)]
+    if len(order) < len(empty):
+        empty = empty[: len(order)]
+    workers = [adapters.worker(kind, [int(row)]) for kind, row in zip(empty, order, strict=False)]
+    for row in order[len(empty) :].tolist():
+        add(adapters, workers, row)
+    level(adapters, workers, STEPS + 2 * len(workers))
+    worst = max(workers, key=lambda worker: worker.strain)
+    if worst.strain > 1.0:
+        raise CannotServe(f"of {len(workers)} workers the most strained has {worst.strain:.2f} of the load that it can serve")
+    return packing(copies, workers)
+
+
+def _copies(demand: Demand, kinds: Sequence[Kind]) -> Copies:
+    if (demand.count != 1).any():
+        raise ValueError("a packing needs one row for each adapter")
+    return split(demand, kinds)
+
+
+def _cost(adapters: Adapters, workers: Sequence[Worker]) -> float:
+    return sum(adapters.kinds[worker.kind].cost for worker in workers)
+
+
+def packing(copies: Copies, workers: Sequence[Worker]) -> Packing:
+    """The workers with the rows and shares of the original demand, in the order of their first adapters."""
+    adapters = copies.adapters
+    found = []
+    for worker in workers:
+        one = adapters.packed(worker.kind, worker.rows, worker.setting)
+        rows = np.array(one.rows)
+        found.append(replace(one, rows=tuple(copies.row[rows].tolist()), shares=tuple(copies.share[rows].tolist())))
+    return Packing(workers=tuple(sorted(found, key=lambda one: (one.kind, one.rows))), cost=_cost(adapters, workers))
