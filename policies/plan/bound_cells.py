@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,15 +81,15 @@ def first(of: Demand, at: int, kind: Kind) -> Cells:
     half = 0.5 * np.asarray(kind.limits.z) * np.sqrt(of.peakedness)
     busiest = (np.sqrt(half**2 + most) - half) ** 2  # B + z sqrt(c B) = most
     adapters = of.adapters
-    found = []
+    found = list[tuple[float, ...]]()
     for setting, slots in enumerate(kind.settings.slots.tolist()):
         if most[setting] < 1.0:
             continue
         for batch in _ranges(2.0, float(busiest[setting])):
             for used in _ranges(2.0, min(slots, batch[1], adapters)):
                 fit = [one for one in _ranges(8.0, min(slots, adapters), 4.0) if one[1] >= used[0]]
-                for served in (*fit, *(_ranges(slots, adapters, 2.0)[1:] if adapters > slots else ())):
-                    found.append((at, setting, *batch, *used, *served))
+                beyond = _ranges(slots, adapters)[1:] if adapters > slots else []
+                found += [(at, setting, *batch, *used, *served) for served in (*fit, *beyond)]
     columns = np.array(found, dtype=np.float64).reshape(-1, 8)
     whole = columns[:, :2].astype(np.intp)
     return Cells(whole[:, 0], whole[:, 1], columns[:, 2:4], columns[:, 4:6], columns[:, 6:8])
@@ -99,7 +100,7 @@ def _ranges(begin: float, end: float, ratio: float = COARSE) -> list[tuple[float
     edges = [0.0, min(begin, end)]
     while edges[-1] < end:
         edges.append(min(edges[-1] * ratio, end))
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def _context(of: Demand) -> Floats:
@@ -203,9 +204,9 @@ class States:
         used, served = (ranges[:, end][:, None, None] for ranges in (cells.used, cells.adapters))
         none, fixed, per_used, per_served, per_both = np.moveaxis(self.step_s[cells.setting], 1, 0)
         some = fixed + per_used * used + (per_served + per_both * used) * served
-        return np.where(used > 0, some, np.minimum(none, some))
+        return np.asarray(np.where(used > 0, some, np.minimum(none, some)))
 
-    def _within(self, cells: Cells, step_s: Floats) -> tuple[Floats, Floats]:
+    def _within(self, cells: Cells, step_s: Floats) -> tuple[Floats, NDArray[np.bool_]]:
         """(steps at the ends of the cells' batches and between, whether a batch is next to those of its cell)."""
         low, high = cells.batch[:, 0][:, None], cells.batch[:, 1][:, None]
         batches = self.batches[cells.setting]
@@ -219,7 +220,7 @@ class States:
         return inside_s, near[:, :, None]
 
     def _served(self, cells: Cells, step_s: Floats) -> tuple[Floats, Floats]:
-        """(needs, room) of the time of a batch, where a worker runs the most requests of its cell: [cells, classes], [cells]."""
+        """(needs, room) of the time of a batch where a worker runs the most requests, [cells, classes] and [cells]."""
         batches = self.batches[cells.setting][:, :, None]
         rates = np.maximum.accumulate(batches / step_s, axis=1)
         most = cells.batch[:, 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ class Kind:
     settings: Settings
     cost: float = 1.0
     most: int | None = None  # workers; None: any number
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     def tightened(self, setting: int, limits: Limits) -> Kind:
         """The kind with lower limits for every setting whose largest rank is that of `setting`.
