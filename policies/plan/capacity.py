@@ -116,6 +116,11 @@ class Limits:
     latency: float | Floats = 1.0
     """Share of the objectives that the law's own latencies may take."""
 
+    def at(self, settings: int | NDArray[np.intp]) -> Limits:
+        """The limits of some settings."""
+        columns = ((name, getattr(self, name)) for name in ("busy", "z", "latency"))
+        return Limits(**{name: value[settings] if isinstance(value, np.ndarray) else value for name, value in columns})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:

@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from motet.policies.plan.fleet import CannotServe, Packed
-from motet.policies.plan.packing import pack
-from motet.policies.plan.spread import spread
 
 from motet.policies.plan import fleet
 from motet.policies.plan.capacity import Limits
+from motet.policies.plan.demand import Demand
+from motet.policies.plan.fleet import CannotServe, Packed
+from motet.policies.plan.loss import taken_over
+from motet.policies.plan.packing import pack
 from motet.twin.planning.check import Result, Run, check
 from motet.twin.planning.kinds import Kind, Part
 from motet.twin.planning.loads import Loads
 
+Packer = Callable[[Demand, Sequence[fleet.Kind]], fleet.Packing]
 ROUNDS = 6
 MOST_LOAD = 1.5
 """Up to this multiple of the load it is looked where a plan breaks."""
@@ -110,11 +112,12 @@ def make(
     """The plan. Without a trial it is the law's alone. Raises CannotServe with the reason where there is none."""
     loads = loads.faster(1.0 + goal.headroom)
     kinds = offered(offers, goal)
+    _check_ranks(loads, kinds)
     made = None
     for round_ in range(1, ROUNDS + 1):
         say(f"round {round_}: packing {len(loads):,} adapters")
         try:
-            packing = pack(loads.demand, kinds, goal=goal.objective)
+            packing = pack(loads.demand, kinds)
         except CannotServe:
             if made is None:
                 raise
@@ -131,6 +134,23 @@ def make(
         kinds = tightened(made, kinds)
     assert made is not None
     return made
+
+
+def _check_ranks(loads: Loads, kinds: Sequence[fleet.Kind]) -> None:
+    """Raises CannotServe naming the adapter whose rank no worker takes."""
+    largest = max(float(kind.settings.max_rank.max()) for kind in kinds)
+    row = int(loads.rank.argmax())
+    if loads.rank[row] > largest:
+        raise CannotServe(f"the adapter {loads.names[row]} has rank {loads.rank[row]}; the largest that a worker takes is {largest:.0f}")
+
+
+def pack_by(packer: Packer, loads: Loads, offers: Sequence[Offer], goal: Goal) -> Made:
+    """The plan of another planner, which is not tried. Raises CannotServe."""
+    loads = loads.faster(1.0 + goal.headroom)
+    kinds = offered(offers, goal)
+    workers = tuple(packer(loads.demand, kinds).workers)
+    cost = sum(offers[worker.kind].cost for worker in workers)
+    return Made(loads=loads, workers=workers, kinds=tuple(kinds), cost=cost, rounds=1)
 
 
 def tried(
@@ -209,5 +229,5 @@ def without(made: Made, lost: int) -> Made:
     """The plan when its `lost` most loaded workers are gone, and the others have taken over their adapters."""
     rates = [float((made.loads.rate[list(worker.rows)] * np.array(worker.shares)).sum()) for worker in made.workers]
     gone = set(np.argsort(rates)[-lost:].tolist()) if lost else set()
-    left = spread(made.loads.demand, made.kinds, made.workers, gone)
+    left = taken_over(made.loads.demand, made.kinds, made.workers, gone)
     return replace(made, workers=tuple(left), results=())

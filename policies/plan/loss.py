@@ -12,7 +12,7 @@ from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import CannotServe, Kind, Packed, at_settings
 
 
-def spread(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed], gone: Collection[int]) -> list[Packed]:
+def taken_over(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed], gone: Collection[int]) -> list[Packed]:
     """The workers that are left, with the adapters of those that are `gone`.
 
     An adapter that has no worker any more goes to the one that is strained least with it, those with the largest rates first. One
