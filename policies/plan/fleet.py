@@ -132,7 +132,7 @@ class Adapters:
         if key not in self._able:
             one = self.kinds[kind]
             rows = np.flatnonzero(one.settings.max_rank >= rank)
-            self._able[key] = rows, one.settings.take(rows), at_settings(one.limits, rows)
+            self._able[key] = rows, one.settings.take(rows), one.limits.at(rows)
         return self._able[key]
 
     def strains(self, kind: int, loads: Loads, settings: Rows) -> Floats:
@@ -142,7 +142,7 @@ class Adapters:
     def _verdict(self, kind: int, loads: Loads, settings: Rows) -> Verdict:
         one = self.kinds[kind]
         copy_ms = loads.copies[np.arange(len(loads)), settings]
-        return judge_sets(loads, one.settings.take(settings), at_settings(one.limits, settings), copy_ms=copy_ms)
+        return judge_sets(loads, one.settings.take(settings), one.limits.at(settings), copy_ms=copy_ms)
 
     def packed(self, kind: int, rows: Iterable[int], setting: int | None = None) -> Packed:
         """What the law says of a worker with these rows, with its best setting if none is given."""
@@ -158,12 +158,3 @@ class Adapters:
             limit=said.limit(0),
             **{name: float(getattr(said, name)[0]) for name in facts},
         )
-
-
-def at_settings(limits: Limits, settings: Rows) -> Limits:
-    """The limits of some settings."""
-
-    def column(values: float | Floats) -> float | Floats:
-        return values[settings] if isinstance(values, np.ndarray) else values
-
-    return Limits(busy=column(limits.busy), z=column(limits.z), latency=column(limits.latency))

@@ -40,7 +40,7 @@ def pack(demand: Demand, kinds: Sequence[Kind], *, procedure: Procedure = "best"
     return packing(copies, _packed(copies, procedure, guide if len(copies.row) == len(demand) else None))
 
 
-def spread(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> Packing:
+def pack_onto(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> Packing:
     """The demand on as many workers of each kind as given, strained as alike as possible: the objective "latency".
 
     From a packing on at most so many, further workers get half of the adapters of the most strained one. Raises as `pack`.

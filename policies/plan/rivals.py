@@ -7,14 +7,16 @@
     ProposedLat    each adapter on the GPU with the least rate so far; A_max = A
     rank-grouped   no worker has adapters of two ranks; else as `prefixes`
 
-None knows whether what it places can be served: who asks for a placement judges it. An A_max that is no setting becomes the
-next larger one; where there is none, the memory does not suffice and the setting is `NO_SETTING`.
+    paper          Algorithms 1 and 2 with the law as predictor (`paper`)
+
+Most do not know whether what they place can be served: who asks for a placement judges it. An A_max that is no setting becomes
+the next larger one; where there is none, the memory does not suffice and the setting is `NO_SETTING`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,15 +24,18 @@ import numpy as np
 from motet.policies.cluster.placement import Room, preload
 from motet.policies.plan.capacity import judge
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import Adapters, Kind, Packed, Packing
+from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packed, Packing
+from motet.policies.plan.paper import greedy
 from motet.policies.plan.prefixes import by_prefixes, zigzag
 
+Rival = Callable[[Demand, Sequence[Kind]], Packing]
 NO_SETTING = -1
+SEED = 1
 
 
-def max_base(demand: Demand, kind: Kind, *, half: bool = False) -> Packing:
-    """MaxBase, and MaxBase* with `half`: adapters in the order given. GPUs are not limited."""
-    alone = demand.take([0])
+def max_base(demand: Demand, kinds: Sequence[Kind], *, half: bool = False) -> Packing:
+    """MaxBase, and MaxBase* with `half`: adapters in the order given. Workers are not limited."""
+    kind, alone = kinds[0], demand.take([0])
     base = judge(replace(alone, rank=np.zeros(1), size_bytes=np.zeros(1)), kind.settings)
     most = float(base.capacity.max()) * float(alone.prompt_tokens[0] + alone.output_tokens[0])
     tokens = demand.rate * (demand.prompt_tokens + demand.output_tokens)
@@ -45,17 +50,18 @@ def max_base(demand: Demand, kind: Kind, *, half: bool = False) -> Packing:
     return _packing(demand, kind, groups, [math.ceil(len(rows) / 2) if half else len(rows) for rows in groups])
 
 
-def at_random(demand: Demand, kind: Kind, gpus: int, chance: np.random.Generator) -> Packing:
-    """Random, on GPUs of which some may stay empty."""
-    where = chance.integers(0, gpus, len(demand))
-    groups = [np.flatnonzero(where == gpu).tolist() for gpu in range(gpus)]
+def at_random(demand: Demand, kind: Kind, workers: int) -> Packing:
+    """Random, on workers of which some may stay empty."""
+    chance = np.random.default_rng(SEED)
+    where = chance.integers(0, workers, len(demand))
+    groups = [np.flatnonzero(where == worker).tolist() for worker in range(workers)]
     return _packing(demand, kind, groups, [int(chance.integers(1, len(rows) + 1)) if rows else 0 for rows in groups])
 
 
-def proposed_lat(demand: Demand, kind: Kind, gpus: int) -> Packing:
+def proposed_lat(demand: Demand, kind: Kind, workers: int) -> Packing:
     """ProposedLat: adapters in the order given."""
-    groups: list[list[int]] = [[] for _ in range(gpus)]
-    rates = np.zeros(gpus)
+    groups: list[list[int]] = [[] for _ in range(workers)]
+    rates = np.zeros(workers)
     for row, rate in enumerate(demand.rate.tolist()):
         least = int(rates.argmin())
         groups[least].append(row)
@@ -63,25 +69,54 @@ def proposed_lat(demand: Demand, kind: Kind, gpus: int) -> Packing:
     return _packing(demand, kind, groups, [len(rows) for rows in groups])
 
 
-def dlora(demand: Demand, kind: Kind, gpus: int, memory_bytes: int) -> Packing:
-    """dLoRA's proactive placement on GPUs with so much memory for adapters and KV. Copies share an adapter's requests."""
+def dlora(demand: Demand, kind: Kind, workers: int) -> Packing:
+    """dLoRA's proactive placement in the memory for adapters of the setting that has the most. Copies share requests."""
     names = [f"{row:08d}" for row in range(len(demand))]
     load = dict(zip(names, demand.rate.tolist(), strict=True))
-    sizes = dict(zip(names, demand.size_bytes.astype(np.int64).tolist(), strict=True))
-    rooms = {f"{gpu:08d}": Room(free_bytes=memory_bytes, slots=len(names)) for gpu in range(gpus)}
-    placed = preload(load, sizes, rooms)
-    groups = [[int(name) for name in placed[gpu]] for gpu in rooms]
+    sizes = dict(zip(names, np.maximum(demand.size_bytes, 1.0).astype(np.int64).tolist(), strict=True))
+    room = np.minimum(kind.settings.adapter_bytes, kind.settings.slots * max(sizes.values()))
+    rooms = {f"{worker:08d}": Room(free_bytes=int(room.max()), slots=len(names)) for worker in range(workers)}
+    groups = [[int(name) for name in placed] for placed in preload(load, sizes, rooms).values()]
     copies = np.bincount([row for rows in groups for row in rows], minlength=len(demand))
-    return _packing(demand, kind, groups, [len(rows) for rows in groups], shares=1.0 / np.maximum(copies, 1))
+    if not copies.all():
+        raise CannotServe(f"{workers} workers have no room for {int((copies == 0).sum())} adapters")
+    return _packing(demand, kind, groups, [len(rows) for rows in groups], shares=1.0 / copies)
 
 
-def rank_grouped(demand: Demand, kind: Kind) -> Packing:
+def rank_grouped(demand: Demand, kinds: Sequence[Kind]) -> Packing:
     """Each rank on workers of its own, by the law's limits. Raises CannotServe."""
-    adapters = Adapters(demand, [kind])
+    adapters = Adapters(demand, kinds)
     order = zigzag(demand)
     workers = [one for rank in np.unique(demand.rank) for one in by_prefixes(adapters, order[demand.rank[order] == rank])]
-    packed = tuple(adapters.packed(0, one.rows, one.setting) for one in workers)
-    return Packing(workers=packed, cost=kind.cost * len(packed))
+    packed = tuple(adapters.packed(one.kind, one.rows, one.setting) for one in workers)
+    return Packing(workers=packed, cost=sum(kinds[one.kind].cost for one in workers))
+
+
+def fewest(place: Callable[[Demand, Kind, int], Packing]) -> Rival:
+    """A rival that is told how many workers there are, at its best: with the fewest that the law does not find strained.
+
+    Raises CannotServe where there is no such number.
+    """
+
+    def packed(demand: Demand, kinds: Sequence[Kind]) -> Packing:
+        def strain(workers: int) -> float:
+            try:
+                return place(demand, kinds[0], workers).strain
+            except CannotServe:
+                return math.inf
+
+        high = 1
+        while strain(high) > 1.0:
+            if high >= len(demand):
+                raise CannotServe("every number of workers is strained")
+            high = min(2 * high, len(demand))
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if strain(middle) <= 1.0 else (middle, high)
+        return place(demand, kinds[0], high)
+
+    return packed
 
 
 def _packing(
@@ -115,3 +150,15 @@ def _setting(kind: Kind, rank: float, a_max: int) -> int:
     if not len(able):
         return NO_SETTING
     return int(able[np.lexsort((settings.slots[able], settings.max_rank[able]))[0]])
+
+
+RIVALS: dict[str, Rival] = {
+    "maxbase": max_base,
+    "maxbase*": lambda demand, kinds: max_base(demand, kinds, half=True),
+    "random": fewest(at_random),
+    "dlora": fewest(dlora),
+    "proposedlat": fewest(proposed_lat),
+    "rank_grouped": rank_grouped,
+    "paper": lambda demand, kinds: greedy(demand, kinds[0]),
+}
+"""By name. Those that know one kind take the first."""
