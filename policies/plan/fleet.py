@@ -128,10 +128,12 @@ class Adapters:
         return able, judge_sets(load, settings, limits, copy_ms=load.copies[0, able]) if len(able) else None
 
     def _settings(self, kind: int, rank: float) -> tuple[Rows, Settings, Limits]:
+        """The settings with the smallest largest rank that holds this one. A larger one only costs more."""
         key = (kind, rank)
         if key not in self._able:
             one = self.kinds[kind]
-            rows = np.flatnonzero(one.settings.max_rank >= rank)
+            ranks = one.settings.max_rank
+            rows = np.flatnonzero(ranks == ranks.min(where=ranks >= rank, initial=np.inf))
             self._able[key] = rows, one.settings.take(rows), one.limits.at(rows)
         return self._able[key]
 

@@ -127,7 +127,7 @@ def emptied(adapters: Adapters, workers: list[Worker]) -> list[Worker] | None:
     for row in sorted(workers[light].rows, key=lambda row: (-adapters.tokens[row], row)):
         if add(adapters, rest, row) > MOST_ABOVE:
             return None
-    level(adapters, rest, 2 * len(rest))
+    level(adapters, rest, len(rest) // 2)
     return rest if max(worker.strain for worker in rest) <= 1.0 else None
 
 

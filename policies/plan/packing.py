@@ -78,7 +78,7 @@ def _packed(copies: Copies, procedure: Procedure, guide: Bound | None) -> list[W
     workers = min(found, key=lambda workers: (_cost(adapters, workers), max(worker.strain for worker in workers)))
     while (fewer := emptied(adapters, workers)) is not None:
         workers = fewer
-    level(adapters, workers, STEPS + len(workers))
+    level(adapters, workers, STEPS + len(workers) // 4)
     return workers
 
 

@@ -20,6 +20,9 @@ from motet.policies.plan.loads import Loads
 AHEAD = 2
 """How far in the order adapters are looked at, relative to a guess of how many fit."""
 
+SMALLER = 0.7
+"""Where an adapter does not fit, those with this share of its rate are tried next."""
+
 
 def zigzag(demand: Demand) -> Rows:
     """Rows by rank, descending, then by objective, then by rate in a zigzag."""
@@ -104,7 +107,7 @@ def fill(adapters: Adapters, kind: int, order: Rows, guess: int) -> Rows:
                 chosen.append(at)
                 load = more
             else:
-                too_much = rates[at]
+                too_much = SMALLER * rates[at]
     return window[chosen]
 
 
