@@ -101,7 +101,11 @@ class Adapters:
 
     def __init__(self, demand: Demand, kinds: Sequence[Kind]) -> None:
         self.demand, self.kinds = demand, kinds
-        self.loads = [Loads.of(demand, kind.settings.steps.copy_ms(demand)) for kind in kinds]
+        shapes = [(len(kind.settings), len(demand)) for kind in kinds]
+        copies = [
+            np.broadcast_to(kind.settings.steps.copy_ms(demand), shape) for kind, shape in zip(kinds, shapes, strict=True)
+        ]
+        self.loads = [Loads.of(demand, copy_ms) for copy_ms in copies]
         self.tokens = demand.rate * demand.output_tokens  # output tokens/s of each
         self._able: dict[tuple[int, float], tuple[Rows, Settings, Limits]] = {}
 
