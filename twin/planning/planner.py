@@ -151,6 +151,8 @@ def pack_by(packer: Packer, loads: Loads, offers: Sequence[Offer], goal: Goal) -
     loads = loads.faster(1.0 + goal.headroom)
     kinds = offered(offers, goal)
     workers = tuple(packer(loads.demand, kinds).workers)
+    if lacking := sum(worker.setting < 0 for worker in workers):
+        raise CannotServe(f"{lacking} of {len(workers)} workers have no memory for so many adapter slots")
     cost = sum(offers[worker.kind].cost for worker in workers)
     return Made(loads=loads, workers=workers, kinds=tuple(kinds), cost=cost, rounds=1)
 
