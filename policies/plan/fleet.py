@@ -101,7 +101,7 @@ class Adapters:
 
     def __init__(self, demand: Demand, kinds: Sequence[Kind]) -> None:
         self.demand, self.kinds = demand, kinds
-        self.loads = [Loads.of(demand, kind.settings.steps.copy_ms(demand)) for kind in kinds]
+        self.loads = [Loads.of(demand, _copy_ms(demand, kind)) for kind in kinds]
         self.tokens = demand.rate * demand.output_tokens  # output tokens/s of each
         self._able: dict[tuple[int, float], tuple[Rows, Settings, Limits]] = {}
 
@@ -158,6 +158,11 @@ class Adapters:
             limit=said.limit(0),
             **{name: float(getattr(said, name)[0]) for name in facts},
         )
+
+
+def _copy_ms(demand: Demand, kind: Kind) -> Floats:
+    """The time to copy an adapter, [settings, rows], also where it is the same for all settings."""
+    return np.broadcast_to(kind.settings.steps.copy_ms(demand), (len(kind.settings), len(demand)))
 
 
 def at_settings(limits: Limits, settings: Rows) -> Limits:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import CannotServe, Kind, Packed, Rows, at_settings
+from motet.policies.plan.fleet import CannotServe, Kind, Packed, Rows
 from motet.policies.plan.loss import with_shares
 from motet.policies.plan.packing import pack, spread
 
@@ -125,7 +125,7 @@ def _one_setting(
 def _with(kinds: Sequence[Kind], chosen: Mapping[int, Rows], propose: Propose) -> list[Packed]:
     """The workers proposed where some kinds have only these settings, with the settings' numbers among all."""
     some = [
-        replace(kind, settings=kind.settings.take(chosen[number]), limits=at_settings(kind.limits, chosen[number]))
+        replace(kind, settings=kind.settings.take(chosen[number]), limits=kind.limits.at(chosen[number]))
         if number in chosen
         else kind
         for number, kind in enumerate(kinds)
