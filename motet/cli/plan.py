@@ -139,7 +139,7 @@ def _plan(options: dict[str, Any], run: Run, say: Callable[[str], None]) -> None
     if tests:
         console.print(plan_show.case_table([cases.changed(made, change) for change in tests]))
     if options["page"]:
-        _write_page(options["page"], cases, written)
+        _write_page(options["page"], cases, written, rivals=options["rivals"])
     if written.checked is not None and not written.checked.valid:
         raise click.ClickException(f"the twin finds no plan valid after {made.rounds} rounds: {plan_show.missing(written)}")
 
@@ -158,11 +158,11 @@ def _judge(old: Plan, loads: Loads, offers: Sequence[Offer], trial: Trial, run: 
         raise click.ClickException("the plan does not hold on this load")
 
 
-def _write_page(path: Path, cases: Cases, written: Plan) -> None:
+def _write_page(path: Path, cases: Cases, written: Plan, *, rivals: bool) -> None:
     try:
         from motet.twin.planning.page import html
     except ModuleNotFoundError as error:
         raise click.ClickException(f"--html needs {error.name}: pip install 'motet[plots]'") from None
     lines = plan_show.summary(written, cases.loads)
-    text = html("Motet plan", lines, written, cases.staircase(), cases.attainment())
+    text = html("Motet plan", lines, written, cases.staircase(rivals=rivals), cases.attainment(), cases.day())
     path.write_text(text, encoding="utf-8")

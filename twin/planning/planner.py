@@ -146,6 +146,16 @@ def make(
     return made
 
 
+def _check_ranks(loads: Loads, kinds: Sequence[fleet.Kind]) -> None:
+    """Raises CannotServe naming the adapter whose rank no worker takes."""
+    largest = max(float(kind.settings.max_rank.max()) for kind in kinds)
+    row = int(loads.rank.argmax())
+    if loads.rank[row] > largest:
+        raise CannotServe(
+            f"the adapter {loads.names[row]} has rank {loads.rank[row]}; the largest that a worker takes is {largest:.0f}"
+        )
+
+
 def pack_by(packer: Packer, loads: Loads, offers: Sequence[Offer], goal: Goal) -> Made:
     """The plan of another planner, which is not tried. Raises CannotServe."""
     loads = loads.faster(1.0 + goal.headroom)
