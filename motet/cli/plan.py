@@ -46,9 +46,9 @@ MOST_MINUTES = 24 * 60
     "--worker",
     "workers",
     multiple=True,
-    metavar="PROFILE[,cost=,most=]",
+    metavar="PROFILE[,cost=,most=,seats=]",
     help="A kind of worker: a profile of `motet profile`, or a published calibration, vllm:llama-3.1-8b@h100 or"
-    " vllm:qwen2.5-7b@h100 (repeatable). cost: per hour; most: how many there are.",
+    " vllm:qwen2.5-7b@h100 (repeatable). cost: per hour; most: how many there are; seats: max_num_seqs of vLLM (256).",
 )
 @click.option(
     "--slo",
@@ -148,7 +148,7 @@ def _judge(old: Plan, loads: Loads, offers: Sequence[Offer], trial: Trial, run: 
     """Prints how an old plan does on a load. Status 1 if it does not hold."""
     parts, unknown = parts_of(old, loads, offers)
     results = tried(parts, offers, trial, run)
-    found = checked(parts, results, trial, None)
+    found = checked(parts, results, trial)
     console = terminal()
     console.print(plan_show.demand_line(loads))
     console.print(plan_show.result_table(parts, results))

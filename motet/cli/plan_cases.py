@@ -17,7 +17,7 @@ from motet.shared.plan import Plan
 from motet.twin.planning.check import Run
 from motet.twin.planning.loads import Loads
 from motet.twin.planning.planner import Goal, Made, Offer, Trial, breaking, make, offered, pack_by, tried, without
-from motet.twin.planning.study import explained, written
+from motet.twin.planning.study import attained, explained, written
 
 STAIRS = tuple(round(0.25 * step, 2) for step in range(1, 13))
 """Multiples of the load at which the number of workers is drawn."""
@@ -61,7 +61,11 @@ class Cases:
         return made, written(made, self.offers, self.goal, self.trial, bound=self._bound(made.loads), breaks=breaks)
 
     def _bound(self, loads: Loads) -> float | None:
-        return None if self.goal.objective == "latency" else bound(loads.demand, offered(self.offers, self.goal)).value
+        """The bound; with workers that may be gone, the others alone cost as much."""
+        if self.goal.objective == "latency":
+            return None
+        kinds = offered(self.offers, self.goal)
+        return bound(loads.demand, kinds).value + self.goal.survive * min(kind.cost for kind in kinds)
 
     def explained(self, made: Made, adapter: str) -> list[str]:
         """See `study.explained`."""
@@ -160,19 +164,17 @@ class Cases:
         for factor in FACTORS:
             self._say(f"simulating {factor:g} x the load")
             results = tried(self._made.parts, self.offers, self._one_seed, self._run, factor)
-            arrived = sum(int(result.arrived.sum()) for result in results)
-            found.append((factor, sum(int(result.attained.sum()) for result in results) / max(1, arrived)))
+            found.append((factor, attained(results)))
         return found
 
 
 def _case(label: str, made: Made) -> Case:
-    arrived = sum(int(result.arrived.sum()) for result in made.results)
     worst = max(made.workers, key=lambda worker: worker.strain)
     return Case(
         label=label,
         workers=len(made.workers),
         cost=made.cost,
-        attained=sum(int(result.attained.sum()) for result in made.results) / arrived if arrived else None,
+        attained=attained(made.results) if made.results else None,
         valid=made.valid if made.results else None,
         limit=worst.limit,
     )

@@ -16,8 +16,8 @@ from motet.policies.plan.capacity import Limits
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import CannotServe, Packed
 from motet.policies.plan.loss import taken_over
-from motet.policies.plan.packing import pack
 from motet.twin.planning.check import Result, Run, check
+from motet.twin.planning.counts import Question, workers_for
 from motet.twin.planning.kinds import Kind, Part
 from motet.twin.planning.loads import Loads
 
@@ -72,11 +72,14 @@ class Made:
     cost: float
     rounds: int
     results: tuple[Result, ...] = ()
+    left: Made | None = None
+    """What is left without the workers whose loss it survives, simulated as well."""
 
     @property
     def valid(self) -> bool:
-        """Every worker keeps its objectives in the twin."""
-        return bool(self.results) and all(result.valid for result in self.results)
+        """Every worker keeps its objectives in the twin, and so does every one that is left after a loss."""
+        whole = bool(self.results) and all(result.valid for result in self.results)
+        return whole and (self.left is None or self.left.valid)
 
     @property
     def parts(self) -> list[tuple[int, Part]]:
@@ -113,25 +116,33 @@ def make(
     loads = loads.faster(1.0 + goal.headroom)
     kinds = offered(offers, goal)
     _check_ranks(loads, kinds)
+    question = Question(
+        together=frozenset(number for number, one in enumerate(offers) if one.kind.together),
+        survive=goal.survive,
+        spread=goal.objective == "latency",
+    )
     made = None
     for round_ in range(1, ROUNDS + 1):
         say(f"round {round_}: packing {len(loads):,} adapters")
         try:
-            packing = pack(loads.demand, kinds)
+            workers = workers_for(loads.demand, kinds, question)
         except CannotServe:
             if made is None:
                 raise
             return made  # tighter limits leave no plan
-        workers = tuple(packing.workers)
         cost = sum(offers[worker.kind].cost for worker in workers)
         made = Made(loads=loads, workers=workers, kinds=tuple(kinds), cost=cost, rounds=round_)
         if trial is None:
             return made
         say(f"round {round_}: simulating {len(workers)} workers")
         made = replace(made, results=tuple(tried(made.parts, offers, trial, run)))
+        if goal.survive and made.valid:
+            say(f"round {round_}: simulating {len(workers) - goal.survive} of {len(workers)} workers")
+            left = without(made, goal.survive)
+            made = replace(made, left=replace(left, results=tuple(tried(left.parts, offers, trial, run))))
         if made.valid:
             return made
-        kinds = tightened(made, kinds)
+        kinds = tightened(made if made.left is None else made.left, kinds)
     assert made is not None
     return made
 
@@ -234,4 +245,4 @@ def without(made: Made, lost: int) -> Made:
     rates = [float((made.loads.rate[list(worker.rows)] * np.array(worker.shares)).sum()) for worker in made.workers]
     gone = set(np.argsort(rates)[-lost:].tolist()) if lost else set()
     left = taken_over(made.loads.demand, made.kinds, made.workers, gone)
-    return replace(made, workers=tuple(left), results=())
+    return replace(made, workers=tuple(left), results=(), left=None)
