@@ -42,8 +42,8 @@ Run = Callable[[Sequence[Job]], Iterable[list[Outcome]]]
 class Result:
     """What the twin found for one worker, over all seeds. Columns are [adapters].
 
-    `missed_together`: by how many requests all workers that share their load exceed what they may miss; for a worker by itself it
-    is its own excess. Which of them served a request that was late is chance.
+    `missed_together`: by how many requests the workers that share their load exceed what they may miss; for a worker by itself
+    it is its own excess. Which of them served a late request is chance.
     """
 
     arrived: np.ndarray
