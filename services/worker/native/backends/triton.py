@@ -26,7 +26,7 @@ def triton(options: BackendOptions) -> ModelRunner:
         raise BackendMissing(f"the model is on {options.device}")
     torch.cuda.set_device(numbered(torch.device(options.device)))  # of this thread: Triton launches on the current device
     memory = reserve(options, spare_blocks=1)
-    library = lora_library() if options.assist_cores else None
+    library = lora_library()
     scratch_block = memory.cache.null_block - 1  # the spare one
     graphs = None
     if options.graphs:
