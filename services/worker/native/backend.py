@@ -68,6 +68,8 @@ class BackendOptions:
     """Called with the share of the base's weights that are in memory, as it grows."""
     assist_rows: int = 512
     """The most rows of a step that a process takes over."""
+    max_running: int = 256
+    """The most sequences of a step."""
 
 
 class Processes(Protocol):

@@ -24,6 +24,7 @@ from motet.services.worker.native.merged_model import MergedModel
 from motet.services.worker.native.model import Model
 from motet.services.worker.native.prompt_graphs import PromptGraphs
 from motet.services.worker.native.step_batch import StepBatch, arranged
+from motet.shared.clock import now_s
 from motet.shared.telemetry import logger
 
 STANDSTILL_S = 2.5  # twice this without a layer: copies of adapters, and the step that waits for them, stand still
@@ -76,9 +77,16 @@ class TorchSteps:
         return logits
 
     def prepare(self) -> None:
-        """Capture the graphs of steps with prompts."""
+        """Capture the graphs that the first steps would otherwise wait for."""
+        began_s, counts = now_s(), dict[str, float]()
+        if self.graphs is not None:
+            self.graphs.prepare(self.model)
+            counts["decode"] = len(self.graphs.captured)
         if self.prompts is not None:
             self.prompts.prepare()
+            counts["prompts"] = len(self.prompts.captured)
+        if counts:
+            _log.info("CUDA graphs are captured", extra=counts | {"seconds": round(now_s() - began_s, 1)})
 
     def close(self) -> None:
         if self._beside is not None:

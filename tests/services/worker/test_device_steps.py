@@ -27,7 +27,7 @@ from motet.services.worker.native.backends.reference import reference
 from motet.services.worker.native.checkpoint import parameters
 from motet.services.worker.native.decode_graphs import DecodeBuffers
 from tests.kernels.support_driver import LATE, Driver
-from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history
+from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history, logits_of
 from tests.support_models import Sequence, make_adapters, make_checkpoint, make_runner, step_batch
 
 
@@ -54,10 +54,10 @@ def test_steps_of_the_base_alone_have_graphs_without_lora(tmp_path: Path, monkey
         scratch = runner.memory.cache.null_block - 1
         buffers = DecodeBuffers((4, 16), runner.steps.model, runner.memory.cache, runner.pool, scratch, adapted=False)
         buffers.fill(step)
-        torch.testing.assert_close(buffers.run()[:3], want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits_of(buffers)[:3], want, rtol=1e-4, atol=1e-4)
         runner.free_adapter(0)
         buffers.fill(step)
-        torch.testing.assert_close(buffers.run()[:3], want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits_of(buffers)[:3], want, rtol=1e-4, atol=1e-4)
         with pytest.raises(AssertionError, match="without LoRA"):
             buffers.fill(STEPS[1])
 
@@ -79,7 +79,7 @@ def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
         buffers = buffers_of(runner, (8, 16), scratch_block=runner.memory.cache.null_block - 1)
         for step, logits in zip(STEPS[:2], want, strict=True):
             buffers.fill(step)
-            torch.testing.assert_close(buffers.run()[: len(logits)], logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits_of(buffers)[: len(logits)], logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_whose_copies_stand_still_makes_them_itself(

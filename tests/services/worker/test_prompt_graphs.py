@@ -16,10 +16,9 @@ from motet.kernels.triton import pointwise
 from motet.kernels.triton.attention import PagedAttention
 from motet.kernels.triton.lora import INTERPRETED
 from motet.services.worker.native import prompt_graphs
+from motet.services.worker.native.decode_graphs import LEAST_COLUMNS, NEXT_COLUMNS
 from motet.services.worker.native.prompt_graphs import (
-    LEAST_COLUMNS,
     MOST,
-    NEXT_COLUMNS,
     ROWS,
     Bucket,
     PromptBuffers,

@@ -31,7 +31,8 @@ def triton(options: BackendOptions) -> ModelRunner:
     graphs = None
     if options.graphs:
         results = torch.cuda.graph_pool_handle()
-        graphs = DecodeGraphs(memory.cache, memory.pool, scratch_block=scratch_block, memory=results)
+        most_rows = options.max_running
+        graphs = DecodeGraphs(memory.cache, memory.pool, scratch_block=scratch_block, memory=results, most_rows=most_rows)
     memory.cache.library = agreeing_library(memory.cache, heads=memory.config.num_heads, windows=memory.config.windows)
     return torch_runner(options, memory, _streams(memory), library, graphs=graphs)
 
