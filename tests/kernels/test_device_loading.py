@@ -7,6 +7,7 @@ given up.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from motet.kernels import LoraPool
+from motet.kernels import LoraPool, PackedLora
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.device import DeviceLoader, DeviceStreams, cuda_streams, host_streams
 from motet.kernels.device.driver import MemoryOperations
@@ -176,12 +177,13 @@ def test_cancel_returns_when_the_stream_has_written_its_last_number(late: Late) 
     assert late.as_wanted()
 
 
+@pytest.mark.parametrize("late", [90_000], indirect=True, ids=["two layers"])
 def test_numbers_that_are_written_late_keep_no_stream_waiting_for_a_copy_that_was_given_up(late: Late) -> None:
     late.settled()
     giving_up = threading.Thread(target=late.loader.give_up, args=([0],))
     giving_up.start()
     wait(lambda: whole(late.pool, 0))
-    late.driver.proceed(LAYER_OPERATIONS)  # writes 1
+    late.driver.proceed(late.driver.late - 1)  # writes 1
     wait(lambda: whole(late.pool, 0))
     assert giving_up.is_alive() and not late.loader.finished()
     late.driver.proceed()
@@ -190,6 +192,27 @@ def test_numbers_that_are_written_late_keep_no_stream_waiting_for_a_copy_that_wa
     late.pool.arena.fill_(float("nan"))
     late.loader.mend(np.array([0], dtype=np.int32))
     assert late.as_wanted() and late.loader.finished() == [late.host]
+
+
+def test_a_source_is_not_read_any_more_when_cancel_returns(one: CpuEngine) -> None:
+    shapes, count = dict.fromkeys(MODULES, (4096, 4096)), 8
+    sizes = {"pages": dict.fromkeys(MODULES, count), "scales": {module: [1.0] for module in MODULES}}
+    host = PackedLora.over(torch.empty(count * len(MODULES) * 8 * 8192), shapes, layers=1, **sizes)
+    nbytes = host.arena.nbytes
+    pool = LoraPool(shapes, layers=1, slots=1, max_rank=64, bytes_total=nbytes, dtype=torch.float32)
+    loader = DeviceLoader(one, pool, host_streams(one), part_bytes=nbytes)
+    ring, draw = np.frombuffer(loader._ring, dtype=np.float32), random.Random(0)  # private: what was read comes here
+    for _ in range(20):
+        host.arena.fill_(1.0)
+        pool.reserve(0, host)
+        loader.begin(0, host, host)
+        threading.Event().wait(draw.random() * 0.003)  # time: anywhere in a piece of some milliseconds
+        loader.cancel(0)
+        pool.free(0)
+        host.arena.fill_(2.0)
+        assert not (ring == 2.0).any()
+    del ring
+    loader.close()
 
 
 def test_a_copy_that_the_driver_refuses_is_made_again_before_a_step_reads_it(

@@ -268,6 +268,19 @@ def test_pages_that_move_during_their_copy_arrive_whole(make_loader: Make) -> No
         pool.free(6)
 
 
+def test_nothing_is_written_to_pages_while_they_may_move(make_loader: Make) -> None:
+    pool, host = make_pool(30), in_host_memory(adapter(16, seed=9))
+    loader = make_loader(pool, link_bytes_per_s=2e6)  # 0.15 s
+    begin(loader, pool, 0, host)
+    wait(lambda: int(pool.loaded_layers[0]) == 1)
+    with pool.still():
+        before = pool.arena.clone()
+        time.sleep(0.1)  # time: several layers would come
+        assert torch.equal(pool.arena.view(torch.int32), before.view(torch.int32)) and not whole(pool, 0)
+    wait(lambda: whole(pool, 0))
+    assert same(rows_of(pool, 0, range(LAYERS)), rows_of(at_once(30, host), 0, range(LAYERS)))
+
+
 def test_a_loader_that_is_closed_in_the_middle_leaves_the_pool_usable(make_loader: Make) -> None:
     pool, host = make_pool(30), in_host_memory(adapter(16, seed=9))
     loader = make_loader(pool, link_bytes_per_s=1e6)

@@ -57,6 +57,7 @@ def test_launches_without_triton_are_those_of_triton(other: Path | None) -> None
     assert not found["random"]["different"]
     assert found["random"]["direct"] > found["random"]["launches"] / 2
     assert found["lora"]["launches"] > 0 == found["lora"]["seen"]
+    assert found["draws"]["launches"] == 3 * len(SAMPLING) and found["draws"]["seen"] == 0
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

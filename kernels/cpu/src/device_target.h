@@ -35,7 +35,6 @@ class DeviceTarget final : public Target {
 
   int64_t piece_bytes() const override { return calls_.part_bytes; }
   int threads() const override { return team_.size(); }
-  bool late() const override { return true; }
   void begin() override {
     calls_.use(calls_.context);  // if this fails, so does everything that follows
     calls_.create(&end_, DISABLE_TIMING);

@@ -46,7 +46,6 @@ struct Target {
   virtual ~Target() = default;
   virtual int64_t piece_bytes() const = 0;  // the most that it takes at once
   virtual int threads() const { return 1; }               // that gather
-  virtual bool late() const { return false; }             // whether bytes and numbers arrive after they were written
   virtual void begin() {}                                 // before anything else
   virtual void end() {}                                   // after everything else
   virtual int make_room() { return 0; }                   // waits until it can gather a piece
@@ -122,7 +121,7 @@ class Loader {
     std::unique_lock<std::mutex> lock(mutex_);
     failures_.erase(slot);
     if (const std::shared_ptr<Load> load = stop(slot)) {
-      changed_.wait(lock, [&] { return !load->busy; });
+      changed_.wait(lock, [&] { return current_ != load; });
       free_at_ns_ = std::min(free_at_ns_, now_ns());
     }
   }
@@ -135,7 +134,7 @@ class Loader {
     if (!load) return;
     failures_[slot] = GIVEN_UP;
     do announce(pool_.loaded_layers + slot, (int32_t)pool_.layers);
-    while (!changed_.wait_for(lock, AGAIN, [&] { return !load->busy; }));
+    while (!changed_.wait_for(lock, AGAIN, [&] { return current_ != load; }));
     announce(pool_.loaded_layers + slot, (int32_t)pool_.layers);
   }
 
@@ -201,7 +200,6 @@ class Loader {
     std::vector<Row> rows;
     int64_t left = 0;  // bytes that have not arrived
     bool cancelled = false;
-    bool busy = false;  // it is being read or written, or something of it is on its way
   };
 
   int64_t row_bytes(int m) const { return PAGE * (pool_.in[m] + pool_.out[m]) * element_bytes_; }
@@ -246,7 +244,6 @@ class Loader {
 
   bool next() {
     std::unique_lock<std::mutex> lock(mutex_);
-    current_.reset();
     while (!stop_ && queue_.empty()) {
       if (touched_ < usable_bytes_)
         touch_memory(lock);
@@ -256,7 +253,6 @@ class Loader {
     if (stop_) return false;
     current_ = std::move(queue_.front());
     queue_.pop_front();
-    current_->busy = target_->late();
     free_at_ns_ = std::max(free_at_ns_, current_->begun_ns);  // until then the link had nothing to do
     seen_ns_ = now_ns();
     return true;
@@ -308,7 +304,7 @@ class Loader {
     std::unique_lock<std::mutex> lock(mutex_);
     if (pages) changed_.wait(lock, [&] { return !held_ || load.cancelled; });
     if (load.cancelled) return false;
-    copying_ = load.busy = true;
+    copying_ = true;
     if (pages)
       for (Span& span : piece_) span.to = (char*)pool_.arena + pool_.table[span.page] * 8 * element_bytes_ + span.inner;
     return true;
@@ -316,7 +312,7 @@ class Loader {
   void written(Load& load, int64_t copying_ns) {
     const int64_t arrived = target_->arrived();
     std::lock_guard<std::mutex> lock(mutex_);
-    copying_ = false, load.busy = target_->late(), copying_ns_ += copying_ns;
+    copying_ = false, copying_ns_ += copying_ns;
     changed_.notify_all();
     count(load, arrived);
   }
@@ -339,7 +335,7 @@ class Loader {
     return failed;
   }
 
-  // The thread reads and writes nothing more of the load.
+  // Ends the load. Nothing more of it is read or written then.
   void leave(Load& load, int failed) {
     const int late = target_->settle();
     const int64_t arrived = target_->arrived();
@@ -350,7 +346,7 @@ class Loader {
       load.cancelled = true, failures_[load.slot] = failed;
       announce(pool_.loaded_layers + load.slot, (int32_t)pool_.layers);
     }
-    load.busy = false;
+    current_.reset();
     changed_.notify_all();
   }
 
@@ -378,7 +374,7 @@ class Loader {
   std::mutex mutex_;  // of all that follows
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Load>> queue_;
-  std::shared_ptr<Load> current_;
+  std::shared_ptr<Load> current_;    // until nothing of it is on its way
   std::map<int32_t, int> failures_;  // by slot
   bool copying_ = false, touching_ = false, stop_ = false;
   int64_t usable_bytes_, touched_ = 0;
