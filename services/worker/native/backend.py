@@ -178,6 +178,13 @@ class Backend(Protocol):
     def prepare(self) -> None:
         """Do what later steps would otherwise wait for. No request is there yet."""
 
+    @property
+    def launch_s(self) -> float:
+        """How long a step takes at least while adapters of it are being copied, because it is launched kernel by kernel.
+
+        0 where it is launched like any other.
+        """
+
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the rows' K and V and return the wanted logits, float32 [n, vocab], in the order of `logit_rows`.
 

@@ -56,6 +56,7 @@ class TorchSteps:
         self._beside, self._loader, self._processes = beside, loader, processes
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(pool, self._lora_rows)
+        self.launch_s = 0.0
         self._timed: tuple[int, Mark, Mark] | None = None  # the last step without adapters on their way: rows, begin, end
 
     @property
@@ -84,6 +85,7 @@ class TorchSteps:
             counts["decode"] = len(self.graphs.captured)
         if self.prompts is not None:
             self.prompts.prepare()
+            self.launch_s = self.prompts.launch_s()
             counts["prompts"] = len(self.prompts.captured)
         if counts:
             _log.info("CUDA graphs are captured", extra=counts | {"seconds": round(now_s() - began_s, 1)})
