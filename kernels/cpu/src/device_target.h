@@ -4,9 +4,8 @@
 //                                                            after a layer's copies --> its number in loaded_layers
 //
 // Files belong to the page cache and cannot be pinned, so there is one pinned ring of a few parts. A part is used again when its event
-// has completed. The thread looks for that from time to time: a driver that lets a thread sleep may wake it late, and spinning takes a
-// core. The functions are pointers, so that nothing here needs the driver to be built or loaded. A CPU that stands in for a device has
-// functions of its own (host_calls).
+// has completed; the thread looks for that from time to time and sleeps in between. The functions are pointers, so that nothing here
+// needs the driver to be built or loaded. A CPU that stands in for a device has functions of its own (host_calls).
 #pragma once
 #include "loader.h"
 
@@ -21,8 +20,8 @@ struct DeviceCalls {
   int (*destroy)(void* event);                                                     // cuEventDestroy
   void* context;
   void* stream;
-  uint64_t words;    // the device's address of loaded_layers
-  char* ring;        // pinned
+  uint64_t words;  // the device's address of loaded_layers
+  char* ring;      // pinned: `parts` parts of `part_bytes`
   int64_t part_bytes, parts;
 };
 

@@ -122,7 +122,8 @@ class TorchSteps:
                 logits = self._enqueue(batch, step)
             finally:
                 self._beside.streams.steps.mark().synchronize()
-                good = step.finish() and not watch.end()
+                gave_up = watch.end()
+                good = step.finish() and not gave_up
         self._loader.mend(batch.row_slot)
         if processes is not None:
             processes.observe(len(batch.token_ids), 0.0, helpers)
