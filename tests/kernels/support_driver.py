@@ -230,7 +230,7 @@ class DriverStream:
     """A stream whose words go through the driver's calls. The calling thread, as a stream, waits for a late one."""
 
     def __init__(self, driver: Driver, operations: MemoryOperations, number: int) -> None:
-        self._driver, self._operations, self._number = driver, operations, number
+        self._driver, self._operations, self.number = driver, operations, number
 
     def __enter__(self) -> DriverStream:
         return self
@@ -239,15 +239,15 @@ class DriverStream:
         pass
 
     def after(self, other: DriverStream) -> None:
-        if other._number == LATE:
+        if other.number == LATE:
             while self._driver.late:
                 pass
 
     def write(self, word: int, value: int) -> None:
-        self._operations.write(self._number, word, value)
+        self._operations.write(self.number, word, value)
 
     def wait(self, word: int, value: int) -> None:
-        self._operations.wait(self._number, word, value)
+        self._operations.wait(self.number, word, value)
 
     def mark(self) -> Any:
         return self
