@@ -55,9 +55,9 @@ class DeviceLoader(CompiledLoader):
         part_bytes: int = PART_BYTES,
     ) -> None:
         library, self._streams, words = engine.library, streams, pool.loaded_layers
-        self._ring = mmap.mmap(-1, PARTS * part_bytes)
-        ring = ctypes.addressof(ctypes.c_char.from_buffer(self._ring))
-        self._registered = {words.ctypes.data: words.nbytes, ring: len(self._ring)}
+        self.ring = mmap.mmap(-1, PARTS * part_bytes)  # what a piece passes on its way
+        ring = ctypes.addressof(ctypes.c_char.from_buffer(self.ring))
+        self._registered = {words.ctypes.data: words.nbytes, ring: len(self.ring)}
         for address, nbytes in self._registered.items():
             streams.memory.register(address, nbytes)
         calls = streams.calls()

@@ -136,7 +136,7 @@ def test_a_part_of_the_ring_is_filled_again_when_the_device_has_read_it(late: La
     with_events = late.settled()
     assert 0 < with_events < LAYERS * LAYER_OPERATIONS and late.layers == 0
     for _ in range(1000):
-        late.driver.proceed(1)
+        late.driver.proceed(7)
         if whole(late.pool, 0):
             break
         late.settled()
@@ -201,7 +201,7 @@ def test_a_source_is_not_read_any_more_when_cancel_returns(one: CpuEngine) -> No
     nbytes = host.arena.nbytes
     pool = LoraPool(shapes, layers=1, slots=1, max_rank=64, bytes_total=nbytes, dtype=torch.float32)
     loader = DeviceLoader(one, pool, host_streams(one), part_bytes=nbytes)
-    ring, draw = np.frombuffer(loader._ring, dtype=np.float32), random.Random(0)  # private: what was read comes here
+    ring, draw = np.frombuffer(loader.ring, dtype=np.float32), random.Random(0)  # what was read comes here
     for _ in range(20):
         host.arena.fill_(1.0)
         pool.reserve(0, host)
