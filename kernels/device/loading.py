@@ -35,7 +35,7 @@ from motet.kernels.pool import LoraPool, PackedLora
 PART_BYTES, PARTS = 4 << 20, 4
 """The ring: a part is sent while others are filled. A layer of rank 64 of an 8B has 10 MiB."""
 GATHER_THREADS = 4
-"""They keep up with a GPU's link; more would take cores from the steps' thread."""
+"""At most; of few cores a quarter. They keep up with a GPU's link, more would take cores from the steps' thread."""
 log = logging.getLogger("motet.kernels.device")
 
 
@@ -65,9 +65,8 @@ class DeviceLoader(CompiledLoader):
         calls.part_bytes, calls.parts = part_bytes, PARTS
         there = pool_struct(pool)
         there.arena = pool.arena.data_ptr()
-        threads = min(GATHER_THREADS, len(os.sched_getaffinity(0)) // 4) or 1
         handle = library.motet_loader_on_device(
-            byref(there), byref(calls), pool.arena.element_size(), link_bytes_per_s, threads
+            byref(there), byref(calls), pool.arena.element_size(), link_bytes_per_s, gather_threads()
         )
         super().__init__(library, handle, pool, link_bytes_per_s)
         pool.still = partial(_still, library, handle, streams)  # not `self`, so that the pool does not keep it alive
@@ -109,6 +108,11 @@ class DeviceLoader(CompiledLoader):
     def _failure(self, slot: int) -> int:
         """The driver's error, -1 for a copy that was given up, 0 for none."""
         return self._library.motet_loader_failure(self._handle, slot)
+
+
+def gather_threads() -> int:
+    """How many threads copy into the ring."""
+    return min(GATHER_THREADS, len(os.sched_getaffinity(0)) // 4) or 1
 
 
 @contextmanager

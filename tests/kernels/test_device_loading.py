@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import motet.kernels.device.loading as loading
 from motet.kernels import LoraPool, PackedLora
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.device import DeviceLoader, DeviceStreams, cuda_streams, host_streams
@@ -57,11 +58,12 @@ def one() -> CpuEngine:
 
 
 @pytest.mark.parametrize("part_bytes", [ROW_BYTES - 100, 4 << 20], ids=["parts of less than a page", "parts of a layer"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 3)])
 def test_adapters_of_all_ranks_come_as_those_of_a_load_at_once_while_others_move(
-    one: CpuEngine, dtype: torch.dtype, part_bytes: int
+    one: CpuEngine, dtype: torch.dtype, threads: int, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU where there is one."""
+    monkeypatch.setattr(loading, "gather_threads", lambda: threads)
     pool, want = (make_pool(dtype, DEVICE) for _ in range(2))
     streams = cuda_streams(pool.arena.device, MemoryOperations()) if DEVICE == "cuda" else host_streams(one)
     loader = DeviceLoader(one, pool, streams, part_bytes=part_bytes)
@@ -117,9 +119,10 @@ class Late:
 
 
 @pytest.fixture
-def late(request: pytest.FixtureRequest, one: CpuEngine, driver: Driver) -> Iterator[Late]:
+def late(request: pytest.FixtureRequest, one: CpuEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     """With parts that hold a layer, or as a test asks for."""
     part_bytes = getattr(request, "param", 256 << 10)
+    monkeypatch.setattr(loading, "gather_threads", lambda: 2)
     made = Late(one, driver.streams(one, LATE), driver, part_bytes)
     yield made
     with driver.running():
