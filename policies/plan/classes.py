@@ -78,6 +78,7 @@ def _on_grid(rate: Floats, count: Floats, most: int) -> tuple[Floats, Floats]:
         return grid, np.array([count.sum()])
     after = np.clip(np.searchsorted(grid, rate), 1, len(grid) - 1)
     share = np.clip((rate - grid[after - 1]) / (grid[after] - grid[after - 1]), 0.0, 1.0)
-    low: Floats = np.bincount(after - 1, weights=count * (1.0 - share), minlength=len(grid))
-    high: Floats = np.bincount(after, weights=count * share, minlength=len(grid))
-    return grid, low + high
+    found = np.zeros(len(grid))
+    np.add.at(found, after - 1, count * (1.0 - share))
+    np.add.at(found, after, count * share)
+    return grid, found

@@ -84,31 +84,37 @@ def by_prefixes(adapters: Adapters, order: Rows) -> list[Worker]:
 
 
 def fill(adapters: Adapters, kind: int, order: Rows, guess: int) -> Rows:
-    """The longest prefix of an order that a worker can serve, then what else fits of the adapters that follow.
+    """The longest prefix of an order that a worker can serve, then what else fits, the largest rates first.
 
     None if it cannot serve the first one.
     """
     while True:
         window = order[: AHEAD * guess + 8]
-        loads = adapters.loads[kind].take(window)
-        sums = Sums(loads)
+        sums = Sums(adapters.loads[kind].take(window))
         length = longest(partial(_enough, adapters, kind, sums), len(window), guess)
         if length < len(window) or len(window) == len(order):
             break
         guess = length
     if not length:
-        return window[:0]
-    chosen, load = list(range(length)), sums.first(length)
-    rates, too_much = adapters.demand.rate[window], np.inf
-    for at in (length + np.argsort(-rates[length:], kind="stable")).tolist():
-        if rates[at] < too_much:
-            more = load.with_each(loads.take([at]))
-            if adapters.best(kind, more)[1] <= 1.0:
-                chosen.append(at)
-                load = more
-            else:
-                too_much = SMALLER * rates[at]
-    return window[chosen]
+        return order[:0]
+    return np.concatenate([order[:length], _more(adapters, kind, sums.first(length), order[length:])])
+
+
+def _more(adapters: Adapters, kind: int, load: Loads, rows: Rows) -> Rows:
+    """Which of the rows fit beside a load, without a larger rank."""
+    rate = adapters.demand.rate
+    rows = rows[adapters.demand.rank[rows] <= load.extreme("rank")[0]]
+    rows = rows[np.argsort(-rate[rows], kind="stable")]
+    chosen, at = [], 0
+    while at < len(rows):
+        more = load.with_each(adapters.loads[kind].take(rows[at : at + 1]))
+        if adapters.best(kind, more)[1] <= 1.0:
+            chosen.append(rows[at])
+            load = more
+            at += 1
+        else:
+            at = int(np.searchsorted(-rate[rows], -SMALLER * rate[rows[at]]))
+    return np.array(chosen, dtype=np.intp)
 
 
 def _enough(adapters: Adapters, kind: int, sums: Sums, count: int) -> bool:

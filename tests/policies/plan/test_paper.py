@@ -29,7 +29,7 @@ def placed(demand: Demand, kind: Kind, predict: Predict) -> list[tuple[int, floa
 
 
 def test_a_gpu_is_filled_to_the_last_testing_point_that_it_passes() -> None:
-    """40 adapters, 20 to a GPU: tests at 8 and 16 pass, at 32 fails; 16 go back. The second GPU does the same, the rest is 8."""
+    """40 adapters, 20 to a GPU: tests at 8 and 16 pass, that at 32 fails. The second GPU does the same; 8 are left."""
     kind = vllm_kind()
     assert placed(demand_of(np.full(40, 0.1)), kind, at_most(kind, 20)) == [(16, 16), (16, 16), (8, 8)]
 
