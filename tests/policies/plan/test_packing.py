@@ -166,7 +166,7 @@ def test_a_zigzag_goes_by_rank_then_high_and_low_rates_in_turn() -> None:
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 60))
 def test_the_longest_length_is_found_from_any_guess(enough: int, end: int, guess: int) -> None:
     """Doubling and bisection."""
-    assert longest(lambda length: length <= enough, end, guess) == min(enough, end)
+    assert longest(lambda lengths: lengths <= enough, end, guess) == min(enough, end)
 
 
 def test_bytes_of_adapters_bind_native_workers() -> None:
