@@ -31,7 +31,8 @@ def zigzag(demand: Demand) -> Rows:
     """Rows by rank, descending, then by objective, then by rate in a zigzag."""
     groups = np.stack([-demand.rank, demand.tpot_slo_ms, demand.ttft_slo_ms])
     order = np.lexsort((-demand.rate, *groups[::-1]))
-    edges = np.flatnonzero((np.diff(groups[:, order], axis=1) != 0).any(axis=0)) + 1
+    sorted_groups = groups[:, order]
+    edges = np.flatnonzero((sorted_groups[:, 1:] != sorted_groups[:, :-1]).any(axis=0)) + 1
     return np.concatenate([_zigzag(part) for part in np.split(order, edges)])
 
 
