@@ -4,7 +4,7 @@ One formula for the planner, its bound and its packing. A worker serves adapters
 outputs of O tokens on average. While B requests run,
 
     held    = P + E[O^2] / 2 E[O] + block / 2       KV tokens of a running request (long ones are met more often)
-    B_most  = min(seats, KV tokens / held, tokens of a step / (1 + P/O))
+    B_most  = min(seats, (KV tokens - P) / held, tokens of a step / (1 + P/O)); a waiting prompt leaves room for P unused
     n(B)    = sum_i 1 - exp(-B l_i O_i / L O)       different adapters among them
     T(B)    = (1 - m) decode(B, n) + m mixed(B, n, B P / O m),  m = 1 - exp(-B/O)    a step; B / O requests end and begin in it
     rate(B) = B / (O T(B)),  C = rate's maximum for B <= B_most
@@ -26,11 +26,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.policies.plan.demand import Demand, Floats
+from motet.policies.plan.loads import KEPT_S, TOKEN_S, Loads, at, when
 
-TIMES_S = np.geomspace(1e-3, 1e6, 128)
-"""Times at which the adapters in use are counted; between them it is interpolated."""
 BATCHES = np.geomspace(2e-3, 1.0, 40)
 """Batch sizes at which steps are computed, as shares of the largest batch."""
 LIMITS = ("compute", "KV", "seats", "step tokens", "slots", "adapter memory", "TPOT", "TTFT")
@@ -45,9 +45,9 @@ class Mix:
     context_tokens: Floats  # in the KV cache of these
     distinct: Floats  # adapters of these
     adapter_bytes: Floats  # of the distinct adapters
-    rank: float  # mean over requests
-    max_rank: float
-    adapters: float  # that the worker serves
+    rank: Floats  # mean over requests
+    max_rank: Floats
+    adapters: Floats  # that the worker serves
     prompt_tokens: Floats | None = None
     prompts: Floats | None = None  # None: no request begins in these steps
 
@@ -61,6 +61,10 @@ class StepLaw(Protocol):
 
     def copy_ms(self, demand: Demand) -> Floats:
         """The time to copy an adapter to the device, [settings, rows of the demand]."""
+        ...
+
+    def take(self, settings: NDArray[np.intp]) -> StepLaw:
+        """The same for some of the settings, in any order."""
         ...
 
     @property
@@ -81,18 +85,28 @@ class Settings:
     seats: float
     step_tokens: float = np.inf
     block_tokens: int = 16
+    headroom_tokens: float = 0.0
+    """KV tokens that stay free for each running request."""
 
     def __len__(self) -> int:
         return len(self.slots)
 
+    def take(self, settings: NDArray[np.intp]) -> Settings:
+        """Some of the settings, in any order."""
+        columns = {name: getattr(self, name)[settings] for name in ("slots", "adapter_bytes", "max_rank", "kv_tokens")}
+        return replace(self, steps=self.steps.take(settings), **columns)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How far a worker may be loaded. The planner tightens them where the twin finds an objective missed."""
+    """How far a worker may be loaded. The planner tightens them where the twin finds an objective missed.
 
-    busy: float = 0.95
-    z: float = 2.4
-    latency: float = 1.0
+    Numbers, or columns [settings].
+    """
+
+    busy: float | Floats = 0.95
+    z: float | Floats = 2.4
+    latency: float | Floats = 1.0
     """Share of the objectives that the law's own latencies may take."""
 
 
@@ -128,120 +142,105 @@ class Verdict:
 
 def judge(demand: Demand, settings: Settings, limits: Limits = Limits()) -> Verdict:
     """The law at a load, for all settings. The demand has at least one row, and a rate above 0."""
-    use = _InUse(demand)
-    rate = demand.total_rate
-    prompt, output = demand.mean(demand.prompt_tokens), demand.mean(demand.output_tokens)
-    context = prompt + demand.mean(demand.output_square) / (2.0 * output)
+    rows = Loads.of(demand, settings.steps.copy_ms(demand))
+    whole = rows.joined(np.arange(len(rows)))
+    return judge_sets(whole, settings, limits, copy_ms=whole.copies[0])
+
+
+def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Floats) -> Verdict:
+    """The law for cases: each a set of adapters with a setting. `loads` has a row for each setting, or one for all.
+
+    `copy_ms`: [settings], the time of copies weighted by rate, as in `Loads.copies`.
+    """
+    rate = loads.rate
+    prompt, output = loads.mean("prompt"), loads.mean("output")
+    context = prompt + loads.mean("square") / (2.0 * output)
     most = np.stack(
-        [
-            settings.kv_tokens / (context + settings.block_tokens / 2),
-            np.full(len(settings), settings.seats),
-            np.full(len(settings), settings.step_tokens / (1.0 + prompt / output)),
-        ]
+        np.broadcast_arrays(
+            np.maximum(settings.kv_tokens - prompt, 0.0) / (context + settings.block_tokens / 2 + settings.headroom_tokens),
+            settings.seats,
+            settings.step_tokens / (1.0 + prompt / output),
+        )
     )
     batch_most = most.min(axis=0)
     batches = batch_most[:, None] * BATCHES
-    with_prompts = -np.expm1(-batches / output)  # share of steps
-    begin = batches / (output * with_prompts)  # requests that begin in such a step
+    token_s = batches / (rate * output)[:, None]
+    with_prompts = -np.expm1(-batches / output[:, None])  # share of steps
+    begin = batches / (output[:, None] * with_prompts)  # requests that begin in such a step
     mix = Mix(
         rows=batches,
-        context_tokens=batches * context,
-        distinct=np.minimum(use.adapters.at(batches / rate), settings.slots[:, None]),
-        adapter_bytes=np.minimum(use.size_bytes.at(batches / rate), settings.adapter_bytes[:, None]),
-        rank=demand.mean(demand.rank),
-        max_rank=float(demand.rank.max()),
-        adapters=demand.adapters,
+        context_tokens=batches * context[:, None],
+        distinct=np.minimum(at(loads.curve("used"), token_s, TOKEN_S), settings.slots[:, None]),
+        adapter_bytes=np.minimum(at(loads.curve("used_bytes"), token_s, TOKEN_S), settings.adapter_bytes[:, None]),
+        rank=loads.mean("rank")[:, None],
+        max_rank=loads.extreme("rank")[:, None],
+        adapters=loads.adapters[:, None],
     )
     decode_ms = settings.steps.step_ms(mix)
-    mixed_ms = settings.steps.step_ms(replace(mix, prompt_tokens=begin * prompt, prompts=begin))
-    misses, copy_ms = use.misses(settings)
-    stall_ms = copy_ms * misses if settings.steps.stalls else np.zeros(len(settings))
-    step_ms = (1.0 - with_prompts) * decode_ms + with_prompts * mixed_ms + batches / output * stall_ms[:, None]
+    mixed_ms = settings.steps.step_ms(replace(mix, prompt_tokens=begin * prompt[:, None], prompts=begin))
+    miss_share = _missed(loads, settings) / rate
+    copy_ms = copy_ms / np.maximum(loads.totals[:, -1], 1e-300)
+    stall_ms = copy_ms * miss_share if settings.steps.stalls else np.zeros(len(settings))
+    step_ms = (1.0 - with_prompts) * decode_ms + with_prompts * mixed_ms + batches / output[:, None] * stall_ms[:, None]
 
-    rates = np.maximum.accumulate(batches / (output * step_ms) * 1e3, axis=1)
+    rates = np.maximum.accumulate(batches / (output[:, None] * step_ms) * 1e3, axis=1)
     capacity = rates[:, -1]
-    batch = np.array([np.interp(rate, r, b) for r, b in zip(rates, batches, strict=True)])
-    tpot_ms, begin_ms = (
-        np.array([np.interp(b, x, y) for b, x, y in zip(batch, batches, times, strict=True)]) for times in (step_ms, mixed_ms)
-    )
-    copied = misses > 1.0 - float(demand.share.max())
+    batch, tpot_ms, begin_ms = _where_reached(rates, rate, (batches, step_ms, mixed_ms))
+    copied = miss_share > 1.0 - loads.extreme("share")
     ttft_ms = 0.5 * tpot_ms + begin_ms + np.where(copied, copy_ms, 0.0)
 
-    residence_s = batch / rate
+    token_s = batch / (np.minimum(rate, capacity) * output)
     strains = np.stack(
         [
             rate / capacity / limits.busy,
-            *((batch + limits.z * np.sqrt(demand.peakedness * batch)) / most),
-            use.adapters.most(residence_s, limits.z) / settings.slots,
-            use.size_bytes.most(residence_s, limits.z) / settings.adapter_bytes,
-            tpot_ms / (float(demand.tpot_slo_ms.min()) * limits.latency),
-            ttft_ms / (float(demand.ttft_slo_ms.min()) * limits.latency),
+            *((batch + limits.z * np.sqrt(loads.peakedness * batch)) / most),
+            _most_in_use(loads, "", token_s, limits.z) / settings.slots,
+            _most_in_use(loads, "_bytes", token_s, limits.z) / settings.adapter_bytes,
+            tpot_ms / (loads.extreme("tpot_slo_ms") * limits.latency),
+            ttft_ms / (loads.extreme("ttft_slo_ms") * limits.latency),
         ],
         axis=1,
     )
-    too_large = use.size_bytes.largest > settings.adapter_bytes
-    strains[(float(demand.rank.max()) > settings.max_rank) | too_large, LIMITS.index("adapter memory")] = np.inf
+    too_large = loads.extreme("size_bytes") > settings.adapter_bytes
+    strains[(loads.extreme("rank") > settings.max_rank) | too_large, LIMITS.index("adapter memory")] = np.inf
     strains[batch_most < 1.0, LIMITS.index("KV")] = np.inf
     return Verdict(
         capacity=capacity,
         busy=rate / capacity,
         batch=batch,
         batch_most=batch_most,
-        adapters_in_use=use.adapters.at(residence_s),
-        miss_share=misses,
+        adapters_in_use=at(loads.curve("used"), token_s, TOKEN_S),
+        miss_share=miss_share,
         tpot_ms=tpot_ms,
         ttft_ms=ttft_ms,
         strains=strains,
     )
 
 
-class _InUse:
-    """Which adapters of a demand are in use for some time, and which requests find theirs evicted.
+def _where_reached(rates: Floats, rate: Floats, columns: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    """Columns [cases, batches] where rising `rates` [cases, batches] reach `rate`; their ends where it is outside."""
+    cases = np.arange(len(rates))
+    after = np.clip((rates < rate[:, None]).sum(axis=1), 1, rates.shape[1] - 1)
+    low, high = rates[cases, after - 1], rates[cases, after]
+    share = np.clip((rate - low) / np.maximum(high - low, 1e-300), 0.0, 1.0)
+    return tuple(column[cases, after - 1] + share * (column[cases, after] - column[cases, after - 1]) for column in columns)
 
-    `adapters`, `size_bytes`: a count of each, as functions of time.
+
+def _missed(loads: Loads, settings: Settings) -> Floats:
+    """Requests/s whose adapter is not on the device, [settings].
+
+    Least recently used, by Che's approximation: an adapter is kept for the time in which as many others are asked for as
+    there is room.
     """
-
-    def __init__(self, demand: Demand) -> None:
-        self._demand = demand
-        lora = demand.count * (demand.rank > 0)
-        stay = demand.rate * demand.output_tokens / demand.mean(demand.output_tokens)
-        used = -np.expm1(-np.outer(TIMES_S, stay))
-        asked = np.exp(-np.outer(TIMES_S, demand.rate))
-        self.adapters = _Held(lora, used, asked)
-        self.size_bytes = _Held(lora * demand.size_bytes, used, asked, demand.size_bytes)
-        self._missed = asked @ (lora * demand.rate)
-        self._weight = lora * demand.rate
-
-    def misses(self, settings: Settings) -> tuple[Floats, Floats]:
-        """(share of requests whose adapter is not on the device, mean time of a copy), [settings].
-
-        Least recently used, by Che's approximation: an adapter is kept for the time in which as many others are asked for as
-        there is room.
-        """
-        kept_s = np.minimum(self.adapters.kept_s(settings.slots), self.size_bytes.kept_s(settings.adapter_bytes))
-        missed = np.where(np.isfinite(kept_s), np.interp(kept_s, TIMES_S, self._missed), 0.0)
-        copies = settings.steps.copy_ms(self._demand)
-        return missed / self._demand.total_rate, copies @ self._weight / max(float(self._weight.sum()), 1e-300)
+    kept_s = np.full(len(settings), np.inf)
+    for curve, room in ((loads.curve("kept"), settings.slots), (loads.curve("kept_bytes"), settings.adapter_bytes)):
+        full = room < curve[:, -1]
+        kept_s = np.minimum(kept_s, np.where(full, when(curve, np.where(full, room, 0.0), KEPT_S), np.inf))
+    return np.where(np.isfinite(kept_s), at(loads.curve("missed"), np.minimum(kept_s, KEPT_S[-1]), KEPT_S), 0.0)
 
 
-class _Held:
-    """Something that each adapter in use takes: `each` of a row of the demand, `unit` of one adapter."""
-
-    def __init__(self, each: Floats, used: Floats, asked: Floats, unit: Floats | float = 1.0) -> None:
-        self._all = float(each.sum())
-        self._mean = used @ each
-        self._deviation = np.sqrt((used * (1.0 - used)) @ (each * unit))
-        self._kept = (1.0 - asked) @ each
-        self.largest = float(np.max(np.where(each > 0, unit, 0.0)))
-
-    def at(self, seconds: Floats) -> Floats:
-        """Its mean amount in use by requests that stay so long."""
-        return np.asarray(np.interp(seconds, TIMES_S, self._mean))
-
-    def most(self, seconds: Floats, z: float) -> Floats:
-        """The same and `z` standard deviations, at most all."""
-        return np.minimum(self.at(seconds) + z * np.interp(seconds, TIMES_S, self._deviation), self._all)
-
-    def kept_s(self, room: Floats) -> Floats:
-        """For how long an adapter stays that nobody asks for, where there is so much room; inf for ever."""
-        return np.where(room >= self._all, np.inf, np.interp(room, self._kept, TIMES_S))
+def _most_in_use(loads: Loads, unit: str, token_s: Floats, z: float | Floats) -> Floats:
+    """Adapters in use (or their bytes) and `z` standard deviations more, at most all, [settings]."""
+    used = loads.curve("used" + unit)
+    deviation = np.sqrt(at(loads.curve("variance" + unit), token_s, TOKEN_S))
+    return np.minimum(at(used, token_s, TOKEN_S) + z * deviation, used[:, -1])

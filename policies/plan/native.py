@@ -15,15 +15,15 @@ ADAPTER_SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 def native_settings(limits: WorkerLimits, options: WorkerOptions, steps: StepLaw) -> Settings:
     """The profile's own division first, then others where it is known how many bytes a KV token takes.
 
-    Slots cost a native worker nothing, so only bytes limit the adapters on the device.
+    Slots cost a native worker nothing, so only bytes limit the adapters on the device. A block of headroom stays free for each
+    running request (`policies.step.batch_admission`).
     """
     adapter_bytes = [float(limits.adapter_bytes_total)]
     kv_tokens = [float(limits.kv_blocks_total * limits.block_size)]
-    token_bytes = limits.kv_block_bytes / limits.block_size or float(limits.kv_token_bytes)
-    if token_bytes:
-        both = adapter_bytes[0] + kv_tokens[0] * token_bytes
+    if token := token_bytes(limits):
+        both = adapter_bytes[0] + kv_tokens[0] * token
         adapter_bytes += [share * both for share in ADAPTER_SHARES]
-        kv_tokens += [(1.0 - share) * both / token_bytes for share in ADAPTER_SHARES]
+        kv_tokens += [(1.0 - share) * both / token for share in ADAPTER_SHARES]
     return Settings(
         steps=steps,
         slots=np.full(len(kv_tokens), np.inf),
@@ -33,4 +33,10 @@ def native_settings(limits: WorkerLimits, options: WorkerOptions, steps: StepLaw
         seats=limits.max_running,
         step_tokens=options.max_step_tokens,
         block_tokens=limits.block_size,
+        headroom_tokens=limits.block_size,
     )
+
+
+def token_bytes(limits: WorkerLimits) -> float:
+    """The KV bytes of a token; 0 where the worker does not say."""
+    return limits.kv_block_bytes / limits.block_size or float(limits.kv_token_bytes)

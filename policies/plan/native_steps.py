@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.policies.plan.capacity import Mix
 from motet.policies.plan.demand import Demand, Floats
@@ -38,6 +39,10 @@ class LinearSteps:
     def copy_ms(self, demand: Demand) -> Floats:
         """See `StepLaw`."""
         return _copy_ms(self.perf, demand)
+
+    def take(self, settings: NDArray[np.intp]) -> Self:
+        """See `StepLaw`: one worker has these steps whatever its memory is divided into."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,10 @@ class MeasuredSteps:
     def copy_ms(self, demand: Demand) -> Floats:
         """See `StepLaw`."""
         return _copy_ms(self.perf, demand)
+
+    def take(self, settings: NDArray[np.intp]) -> Self:
+        """See `StepLaw`: one worker has these steps whatever its memory is divided into."""
+        return self
 
 
 def _copy_ms(perf: PerfModel, demand: Demand) -> Floats:

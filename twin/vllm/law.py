@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.policies.plan.capacity import Mix, Settings
 from motet.policies.plan.demand import Demand, Floats
@@ -47,6 +48,10 @@ class VllmSteps:
         """See `StepLaw`."""
         full = demand.rank >= self.s_max[:, None]
         return np.where(full, self.model.load_full_ms, self.model.load_padded_ms)
+
+    def take(self, settings: NDArray[np.intp]) -> VllmSteps:
+        """See `StepLaw`."""
+        return replace(self, a_max=self.a_max[settings], s_max=self.s_max[settings])
 
 
 def settings(

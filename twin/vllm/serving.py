@@ -49,6 +49,8 @@ class Served:
     arrived: NDArray[np.int64]
     served: NDArray[np.int64]  # completed
     attained: NDArray[np.int64]  # completed within both objectives
+    in_ttft: int  # completed within each of them
+    in_tpot: int
     adapter_ttft_p99_ms: NDArray[np.float64]
     adapter_tpot_p99_ms: NDArray[np.float64]
     tok_s: float  # input and output tokens of requests that completed between warm_s and duration_s
@@ -120,7 +122,8 @@ class _Counts:
         many = self.output > 1
         tpot_ms = np.where(many, decode_s / np.maximum(1, self.output - 1) * 1e3, 0.0)
         goal = self.objectives
-        within = done & (ttft_ms <= goal.ttft_ms[self.adapter]) & (tpot_ms <= goal.tpot_ms[self.adapter])
+        in_ttft = counted & done & (ttft_ms <= goal.ttft_ms[self.adapter])
+        in_tpot = counted & done & (tpot_ms <= goal.tpot_ms[self.adapter])
         decoded = counted & many & np.isfinite(self.first_s)
         in_window = (self.last_s >= self.warm_s) & (self.last_s < self.end_s)
         arrived_tokens = self.tokens[counted].sum()
@@ -128,7 +131,9 @@ class _Counts:
         return Served(
             arrived=self._by_adapter(counted),
             served=self._by_adapter(counted & done),
-            attained=self._by_adapter(counted & within),
+            attained=self._by_adapter(in_ttft & in_tpot),
+            in_ttft=int(in_ttft.sum()),
+            in_tpot=int(in_tpot.sum()),
             adapter_ttft_p99_ms=percentile_by_group(ttft_ms[counted], self.adapter[counted], self.adapters, 99),
             adapter_tpot_p99_ms=percentile_by_group(tpot_ms[decoded], self.adapter[decoded], self.adapters, 99),
             tok_s=float(self.tokens[in_window].sum()) / window_s,

@@ -1,0 +1,167 @@
+"""A plan as it is written and read: from the planner's result, and back for a check on another load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from motet.policies.plan.capacity import Verdict, judge
+from motet.policies.plan.demand import Demand
+from motet.shared.plan import VERSION, Checked, Plan, PlannedAdapter, PlannedKind, PlannedObjective, PlannedWorker
+from motet.twin.planning.check import Result
+from motet.twin.planning.kinds import Kind, Part
+from motet.twin.planning.loads import Loads
+from motet.twin.planning.planner import Breaking, Goal, Made, Offer, Trial
+
+
+def written(
+    made: Made, offers: Sequence[Offer], goal: Goal, trial: Trial | None, *, bound: float | None, breaks: Breaking | None
+) -> Plan:
+    """The plan of the planner's result."""
+    results: Sequence[Result | None] = made.results or [None] * len(made.workers)
+    workers = [_worker(offers[number].kind, part, result) for (number, part), result in zip(made.parts, results, strict=True)]
+    return Plan(
+        motet_plan=VERSION,
+        objective=goal.objective,
+        headroom=goal.headroom,
+        survive=goal.survive,
+        objectives=tuple(PlannedObjective(slo=one.slo, share=one.share) for one in made.loads.objectives),
+        kinds=tuple(PlannedKind(name=one.kind.name, cost=one.cost, most=one.most) for one in offers),
+        workers=tuple(workers),
+        cost=made.cost,
+        bound=bound,
+        checked=checked(made.parts, made.results, trial, breaks) if trial is not None and made.results else None,
+    )
+
+
+def _worker(kind: Kind, part: Part, result: Result | None) -> PlannedWorker:
+    law, at = kind.settings, part.setting
+    verdict = judge(part.loads.demand, law)
+    slots, size = float(law.slots[at]), float(law.adapter_bytes[at])
+    order = np.argsort(-part.loads.rate, kind="stable").tolist()
+    return PlannedWorker(
+        kind=kind.name,
+        adapters=tuple(
+            PlannedAdapter(name=part.loads.names[row], rank=int(part.loads.rank[row]), rate=float(part.loads.rate[row]))
+            for row in order
+        ),
+        flags=kind.flags(at, part.loads),
+        s_max=int(law.max_rank[at]),
+        a_max=int(slots) if np.isfinite(slots) else None,
+        kv_tokens=int(law.kv_tokens[at]),
+        adapter_bytes=int(size) if np.isfinite(size) else None,
+        adapter_share=kind.adapter_share(at),
+        busy=float(verdict.busy[at]),
+        in_use=float(verdict.adapters_in_use[at]),
+        limit=verdict.limit(at),
+        ttft_p99_ms=None if result is None else _finite(result.ttft_p99_ms),
+        tpot_p99_ms=None if result is None else _finite(result.tpot_p99_ms),
+        attained=None if result is None else result.share,
+        served=None if result is None else result.served_share,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+def checked(parts: Sequence[tuple[int, Part]], results: Sequence[Result], trial: Trial, breaks: Breaking | None) -> Checked:
+    """What the twin found, over all workers."""
+    arrived = sum(int(result.arrived.sum()) for result in results)
+    worst_name, worst = "", 1.0
+    for (_, part), result in zip(parts, results, strict=True):
+        shares = result.attained / np.maximum(result.arrived, 1)
+        shares[result.arrived == 0] = 1.0
+        at = int(shares.argmin())
+        if not worst_name or shares[at] < worst:
+            worst_name, worst = part.loads.names[at], float(shares[at])
+    return Checked(
+        seeds=len(trial.seeds),
+        seconds=trial.duration_s - trial.warm_s,
+        attained=sum(int(result.attained.sum()) for result in results) / max(1, arrived),
+        worst_adapter=worst_name,
+        worst_attained=worst,
+        valid=all(result.valid for result in results),
+        holds_to=None if breaks is None else breaks.holds_to,
+        breaks_first=None if breaks is None or breaks.worker is None else breaks.worker + 1,
+        breaks_by="" if breaks is None else breaks.missed,
+    )
+
+
+def parts_of(plan: Plan, loads: Loads, offers: Sequence[Offer]) -> tuple[list[tuple[int, Part]], float]:
+    """The workers of a plan under another load, and the share of its requests on adapters that the plan does not have.
+
+    These go to the workers that are least busy, one after another. Raises ValueError if a kind of the plan is not offered.
+    """
+    numbers = {one.kind.name: number for number, one in enumerate(offers)}
+    missing = {worker.kind for worker in plan.workers} - numbers.keys()
+    if missing:
+        raise ValueError(f"the plan has workers of {', '.join(sorted(missing))}; give them with --worker")
+    rows = {name: row for row, name in enumerate(loads.names)}
+    planned: dict[str, float] = {}
+    for worker in plan.workers:
+        for adapter in worker.adapters:
+            planned[adapter.name] = planned.get(adapter.name, 0.0) + adapter.rate
+    taken: list[dict[int, float]] = [
+        {rows[one.name]: one.rate / planned[one.name] for one in worker.adapters if one.name in rows} for worker in plan.workers
+    ]
+    unknown = [row for name, row in rows.items() if name not in planned]
+    rates = [sum(loads.rate[row] * share for row, share in mine.items()) for mine in taken]
+    for row in sorted(unknown, key=lambda row: -loads.rate[row]):
+        at = int(np.argmin(rates))
+        taken[at][row] = 1.0
+        rates[at] += loads.rate[row]
+    found = []
+    for worker, mine in zip(plan.workers, taken, strict=True):
+        if mine:
+            number = numbers[worker.kind]
+            index = np.array(sorted(mine))
+            part = loads.take(index, loads.rate[index] * np.array([mine[row] for row in index.tolist()]))
+            found.append((number, Part(setting=_setting(offers[number].kind, worker), loads=part)))
+    return found, float(loads.rate[unknown].sum() / loads.rate.sum())
+
+
+def _setting(kind: Kind, worker: PlannedWorker) -> int:
+    """The kind's setting that is like the worker's."""
+    law = kind.settings
+    slots = np.where(np.isfinite(law.slots), law.slots, 0.0) - (worker.a_max or 0)
+    away = np.abs(law.max_rank - worker.s_max) * 1e12 + np.abs(slots) * 1e9 + np.abs(law.kv_tokens - worker.kv_tokens)
+    return int(away.argmin())
+
+
+def explained(made: Made, offers: Sequence[Offer], name: str) -> list[str]:
+    """Why an adapter is where it is, as sentences. Raises ValueError if the plan does not have it."""
+    where = [place for place, worker in enumerate(made.workers) if name in (made.loads.names[row] for row in worker.rows)]
+    if not where:
+        raise ValueError(f"the plan has no adapter {name!r}")
+    row = made.loads.names.index(name)
+    demand = made.loads.demand
+    lines = [
+        f"{name}: rank {made.loads.rank[row]}, {made.loads.rate[row]:.4g} requests/s,"
+        f" {demand.prompt_tokens[row]:.0f} + {demand.output_tokens[row]:.0f} tokens."
+    ]
+    if len(where) > 1:
+        lines.append(f"One worker cannot serve it, so {len(where)} workers share its requests.")
+    for place, worker in enumerate(made.workers):
+        law, at = made.kinds[worker.kind].settings, worker.setting
+        with_it, alone = _with(demand, worker, row, made)
+        if place in where:
+            lines.append(
+                f"On worker {place + 1} ({offers[worker.kind].kind.name}): its {worker.limit} binds first, at"
+                f" {worker.strain:.0%} of what is allowed; without the adapter {float(alone.strain[at]):.0%}."
+            )
+        elif made.loads.rank[row] > law.max_rank[at]:
+            lines.append(f"Not on worker {place + 1}: it takes ranks up to {law.max_rank[at]:.0f}.")
+        elif float(with_it.strain[at]) > 1.0:
+            limit = with_it.limit(at)
+            lines.append(
+                f"Not on worker {place + 1}: its {limit} would be at {float(with_it.strain[at]):.0%} of what is allowed."
+            )
+        else:
+            lines.append(f"Worker {place + 1} could take it: at {float(with_it.strain[at]):.0%} of what is allowed.")
+    return lines
+
+
+def _with(demand: Demand, worker: object, row: int, made: Made) -> tuple[Verdict, Verdict]:
+    raise NotImplementedError
