@@ -21,6 +21,7 @@ from motet.twin.vllm.published import MODELS, published
 from motet.twin.vllm.runs import ANSWERED_SHARE, CLIENT_SEED, Measured, Run
 
 STARVED_BELOW = 0.9
+SERVED_LEAST = 1e-3  # of very few requests none may have ended
 PROFILES = {model: profile for profile, model in MODELS.items()}
 
 
@@ -60,16 +61,15 @@ class Table:
 
 
 def from_samples(samples: Iterable[tuple[Description, Labels]]) -> Table:
-    """Simulated runs."""
+    """Simulated runs that had requests."""
     rows = []
     for run, labels in samples:
+        if labels.arrived_tok_s == 0:
+            continue
         asked_tok_s = sum(run.adapter_rates_req_s) * (run.prompt_tokens + run.output_tokens)
         answered = (run.prompt_tokens + run.answered_tokens) / (run.prompt_tokens + run.output_tokens)
-        share = (
-            answered * (labels.tok_s / labels.arrived_tok_s if run.paper else labels.served_share)
-            if labels.arrived_tok_s
-            else 1.0
-        )
+        served = labels.tok_s / labels.arrived_tok_s if run.paper else labels.served_share
+        share = answered * max(served, SERVED_LEAST)
         rows.append(
             {
                 "profile": run.profile,

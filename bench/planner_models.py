@@ -1,0 +1,323 @@
+"""The planner's models beside published vLLM runs: who knows what a worker serves, and whether it starves.
+
+    python -m bench planner_models --runs DIR [--samples build/planner_samples.csv] [--search] [--write FILE] [--quick]
+
+All models are trained on simulated runs (`bench planner_samples`) with hyperparameters that were chosen on them
+(`--search`, whose outcome is `train.CHOSEN`). Measured runs are test data only. SMAPE is the paper's, mean |p - m| / (p + m), half of
+the usual one; F1 is its macro average over starved and not starved. The boundary has the runs whose load is .7 to 1.4 of the
+capacity by the law: elsewhere "load above capacity" already answers. The twin, which simulates each run, is the ceiling of what
+can be learned from it. Without `--runs`, the test runs are simulated ones that were held back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.metrics import f1_score
+
+from bench import report
+from bench.planner_samples import OUT
+from bench.watch import Watch
+from motet.policies.plan.surrogate import Trees
+from motet.shared.json_files import FileError
+from motet.twin.surrogate import train
+from motet.twin.surrogate.models import OurModels, PaperModels, our_models, paper_models
+from motet.twin.surrogate.samples import draw, from_cells, simulate
+from motet.twin.surrogate.table import STARVED_BELOW, Table, from_measured, from_samples
+from motet.twin.vllm.calibrate import Calibration, calibrate
+from motet.twin.vllm.published import MODELS, fitted, published
+from motet.twin.vllm.runs import Measured, Run, predict, read_runs
+from motet.twin.vllm.tables import rows
+
+PURPOSES = ("ml-test", "dt-validation")  # the first is the paper's test set
+FAMILIES = ("rf", "svm", "knn", "small_tree")
+BOUNDARY = (0.7, 1.4)
+QUICK_RUNS, QUICK_S, QUICK_WARM_S = 96, 240.0, 60.0
+SEARCHED_RUNS = 300  # of each model: the time of a search grows with them, its outcome hardly
+BATCH = 4096
+SHORT = {name: name.split("-")[0].rstrip("0123456789.") for name in MODELS}  # llama, qwen
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The bench's own options."""
+    parser.add_argument(
+        "--runs", type=Path, help="folder with measured runs and calibration tables; without it, held back samples"
+    )
+    parser.add_argument("--samples", type=Path, default=OUT, help=f"simulated runs to train on (default: {OUT})")
+    parser.add_argument("--search", action="store_true", help="choose hyperparameters anew, print them, and end")
+    parser.add_argument("--write", type=Path, help="write the small trees and our models, as JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What models are trained on, and what they are tested on, by purpose."""
+
+    train: Table
+    tests: dict[str, Table]
+    measured: dict[str, list[tuple[Run, Measured]]]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, test, print the tables, return the figures."""
+    try:
+        data = _data(args)
+    except (FileError, FileNotFoundError) as error:
+        raise SystemExit(f"planner_models: {error}") from None
+    if args.search:
+        return _search(data.train, args.watch)
+    began_s = time.monotonic()
+    models = {
+        name: paper_models(data.train.where(data.train.paper & (data.train.profile == name)), train.CHOSEN[name])
+        for name in MODELS
+    }
+    ours = our_models(data.train)
+    took_s = time.monotonic() - began_s
+    print(f"trained on {len(data.train)} runs ({int(data.train.paper.sum())} with the paper's lengths) in {took_s:.0f} s")
+    if args.write:
+        args.write.write_bytes(msgspec.json.encode(_kept(models, ours)) + b"\n")
+    answers = {purpose: _answers(table, models, ours) for purpose, table in data.tests.items()}
+    figures = _accuracy(data, answers) | _latency(data, answers) | _speed(models) | _rules(models)
+    if args.runs is not None:
+        figures |= {"published_is_fresh": fitted(args.runs) == {name: published(name) for name in MODELS}}
+    return figures | _ceiling(data, answers, args) | {"trained_on": len(data.train)}
+
+
+# ---- data
+
+
+def _data(args: argparse.Namespace) -> Data:
+    learned = (
+        _quick_samples()
+        if args.quick
+        else from_samples(from_cells(row) for row in rows(args.samples.parent, args.samples.stem))
+    )
+    if args.runs is None:
+        held = np.arange(len(learned)) % 4 == 3
+        return Data(learned.where(~held), {"held back": learned.where(held)}, {})
+    measured = {purpose: read_runs(args.runs, purpose) for purpose in PURPOSES}
+    return Data(learned, {purpose: from_measured(runs) for purpose, runs in measured.items()}, measured)
+
+
+def _quick_samples() -> Table:
+    """A few short runs."""
+    runs = [replace(one, duration_s=QUICK_S, warm_s=QUICK_WARM_S) for one in draw(QUICK_RUNS)]
+    return from_samples((one, simulate(one)) for one in runs)
+
+
+def _search(table: Table, watch: Watch) -> dict[str, Any]:
+    """Choose the points of all grids by cross-validation on simulated runs, and print them as `train.CHOSEN` has them."""
+    chosen: dict[str, Any] = {name: {"throughput": {}, "starvation": {}} for name in MODELS}
+    wanted = [(name, family, task) for family in train.STARVATION for name in MODELS for task in ("starvation", "throughput")]
+    for number in watch.rounds(len(wanted), "searches"):
+        name, family, task = wanted[number]
+        of = table.where(table.paper & (table.profile == name))
+        of = of.where(np.arange(len(of)) < SEARCHED_RUNS)
+        throughput = task == "throughput"
+        point, score = train.search(
+            (train.THROUGHPUT if throughput else train.STARVATION)[family],
+            of.paper_features,
+            of.tok_s if throughput else of.starved,
+            scoring="r2" if throughput else "f1_macro",
+            trees=family == "rf",
+        )
+        chosen[name][task][family] = point
+        print(f"{name} {task} {family}: {point}, {'R2' if throughput else 'F1'} {score:.3f}", flush=True)
+    return {"chosen": chosen}
+
+
+def _kept(models: dict[str, PaperModels], ours: OurModels) -> dict[str, Trees]:
+    kept = {"served": ours.served, "ttft": ours.ttft, "attained": ours.attained}
+    for name, of in models.items():
+        kept |= {f"{name} throughput": of.small_throughput, f"{name} starvation": of.small_starvation}
+    return kept
+
+
+# ---- accuracy
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What everybody says of the runs of a table: by name, throughput and whether they starve. Columns [runs]."""
+
+    tok_s: dict[str, NDArray[np.float64]]
+    starved: dict[str, NDArray[np.bool_]]
+    ttft_p99_ms: dict[str, NDArray[np.float64]]
+
+
+def _answers(table: Table, models: dict[str, PaperModels], ours: OurModels) -> Answers:
+    tok_s = {"law": table.law_tok_s, "ours": ours.tok_s(table)}
+    starved = {"load > capacity": table.busy > 1.0, "law": table.law_starved, "ours": ours.starved(table)}
+    for family in FAMILIES:
+        tok_s[family] = _by_profile(table, lambda name, x, family=family: models[name].tok_s(family, x))
+        starved[family] = _by_profile(table, lambda name, x, family=family: models[name].starved(family, x)).astype(bool)
+    return Answers(tok_s, starved, {"law": table.law_ttft_ms, "ours": ours.ttft_p99_ms(table)})
+
+
+def _by_profile(table: Table, answer: Callable[[str, NDArray[np.float64]], NDArray[Any]]) -> NDArray[np.float64]:
+    found = np.full(len(table), np.nan)
+    for name in MODELS:
+        of = table.profile == name
+        if of.any():
+            found[of] = answer(name, table.paper_features[of])
+    return found
+
+
+def _accuracy(data: Data, answers: dict[str, Answers]) -> dict[str, Any]:
+    """Tables and figures of throughput and starvation."""
+    figures: dict[str, Any] = {}
+    lines, near_lines = [], []
+    for name in MODELS:
+        for purpose, table in data.tests.items():
+            for label, chosen in (("all", table.profile == name), ("unflagged", (table.profile == name) & ~table.flagged)):
+                said = answers[purpose]
+                f1 = {who: macro_f1(table.starved[chosen], found[chosen]) for who, found in said.starved.items()}
+                error = {who: smape(found[chosen], table.tok_s[chosen]) for who, found in said.tok_s.items()}
+                counts = [int(chosen.sum()), int(table.starved[chosen].sum())]
+                lines += [[f"{SHORT[name]} {purpose} {label}", *counts, *f1.values()]]
+                near_lines += [[f"{SHORT[name]} {purpose} {label}", *counts, *error.values()]]
+                if label == "all" and purpose == next(iter(data.tests)):
+                    figures |= {f"f1_{who}_{SHORT[name]}": round(one, 3) for who, one in f1.items() if " " not in who}
+                    figures |= {f"smape_{who}_{SHORT[name]}": round(one, 2) for who, one in error.items()}
+    first = next(iter(answers.values()))
+    print(report.table("F1 of starvation (macro)", ["", "runs", "starved", *first.starved], lines))
+    print(
+        report.table("SMAPE of throughput, percent, the paper's definition", ["", "runs", "starved", *first.tok_s], near_lines)
+    )
+    return figures
+
+
+def smape(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
+    """The paper's, in percent."""
+    return float(np.mean(np.abs(predicted - measured) / (predicted + measured))) * 100 if len(measured) else float("nan")
+
+
+def macro_f1(true: NDArray[np.bool_], said: NDArray[np.bool_]) -> float:
+    """The mean of the F1 of starved and of not starved."""
+    return float(f1_score(true, said, average="macro", zero_division=0.0)) if len(true) else float("nan")
+
+
+def near(table: Table) -> NDArray[np.bool_]:
+    """The runs at the boundary."""
+    return (table.busy > BOUNDARY[0]) & (table.busy < BOUNDARY[1])
+
+
+def _latency(data: Data, answers: dict[str, Answers]) -> dict[str, Any]:
+    """How often the P99 of TTFT is within a factor of two, over runs that count and are not starved."""
+    lines, figures = [], {}
+    for who in ("law", "ours"):
+        ratios = []
+        for purpose, table in data.tests.items():
+            chosen = ~table.flagged & ~table.starved
+            ratios.append(answers[purpose].ttft_p99_ms[who][chosen] / table.ttft_p99_ms[chosen])
+        ratio = np.concatenate(ratios)
+        within = float(np.mean((ratio > 0.5) & (ratio < 2.0)))
+        lines.append([who, len(ratio), within, float(np.median(ratio))])
+        figures[f"ttft_p99_within_2x_{who}"] = round(within, 3)
+    print(
+        report.table("P99 of TTFT, unflagged runs that are not starved", ["", "runs", "within 2 x", "median of ratio"], lines)
+    )
+    return figures
+
+
+# ---- the boundary
+
+
+def _ceiling(data: Data, answers: dict[str, Answers], args: argparse.Namespace) -> dict[str, Any]:
+    """F1 at the boundary, of all test sets together. The twin simulates these runs, as long as there is time."""
+    twin = _twin_starved(data, args) if data.measured else {}
+    figures: dict[str, Any] = {}
+    lines = []
+    for name in MODELS:
+        for label in ("all", "unflagged"):
+            chosen = {
+                purpose: near(table) & (table.profile == name) & ~(table.flagged & (label == "unflagged"))
+                for purpose, table in data.tests.items()
+            }
+            true = np.concatenate([table.starved[chosen[purpose]] for purpose, table in data.tests.items()])
+            f1 = {
+                who: macro_f1(true, np.concatenate([answers[purpose].starved[who][chosen[purpose]] for purpose in data.tests]))
+                for who in next(iter(answers.values())).starved
+            }
+            if twin:
+                f1["twin"] = macro_f1(true, np.concatenate([twin[purpose][chosen[purpose]] for purpose in data.tests]))
+            lines.append([f"{SHORT[name]} {label}", len(true), int(true.sum()), *f1.values()])
+            if label == "all":
+                figures |= {f"f1_boundary_{who}_{SHORT[name]}": round(one, 3) for who, one in f1.items() if " " not in who}
+    columns = ["", "runs", "starved", *next(iter(answers.values())).starved, *(["twin"] if twin else [])]
+    print(report.table("F1 of starvation at the boundary (macro), all test sets together", columns, lines))
+    return figures
+
+
+def _twin_starved(data: Data, args: argparse.Namespace) -> dict[str, NDArray[np.bool_]]:
+    """Whether the twin starves, of the runs at the boundary; empty if there was no time for all of them."""
+    calibrations: dict[str, Calibration] = calibrate(args.runs)
+    wanted = [(purpose, int(i)) for purpose, table in data.tests.items() for i in np.flatnonzero(near(table))]
+    found = {purpose: np.zeros(len(table), bool) for purpose, table in data.tests.items()}
+    done = 0
+    for number in args.watch.rounds(len(wanted), "boundary runs in the twin"):
+        purpose, i = wanted[number]
+        asked, _ = data.measured[purpose][i]
+        found[purpose][i] = (
+            predict(asked, calibrations[asked.model]).total_tok_s < STARVED_BELOW * data.tests[purpose].asked_tok_s[i]
+        )
+        done += 1
+    return found if done == len(wanted) else {}
+
+
+# ---- speed and rules
+
+
+def _speed(models: dict[str, PaperModels]) -> dict[str, Any]:
+    """Time of a prediction in a batch, on rows that differ."""
+    rng = np.random.default_rng(0)
+    x = np.column_stack([rng.uniform(0, top, BATCH) for top in (400, 600, 1.6, 32, 32, 12, 400)])
+    of = models[next(iter(models))]
+    askers: dict[str, Callable[[], Any]] = {
+        "small tree, flat arrays": lambda: of.small_starvation.predict(x),
+        "small tree of throughput, flat arrays": lambda: of.small_throughput.predict(x),
+        "random forest, flat arrays": lambda: forest.predict(x),
+        "random forest, scikit-learn": lambda: of.throughput["rf"].predict(x),
+        "SVM, scikit-learn": lambda: of.throughput["svm"].predict(x),
+        "nearest neighbour, scikit-learn": lambda: of.throughput["knn"].predict(x),
+    }
+    forest = train.trees(of.throughput["rf"], "tokens/s", of.small_throughput.features)
+    times_us = {who: _best_us(ask) / BATCH for who, ask in askers.items()}
+    print(
+        report.table(
+            f"microseconds a prediction, batches of {BATCH}", ["", "us"], [[who, one] for who, one in times_us.items()]
+        )
+    )
+    small = [one for who, one in times_us.items() if who.startswith("small")]
+    return {
+        "us_per_prediction": round(max(small), 3),
+        "us_per_prediction_forest": round(times_us["random forest, flat arrays"], 2),
+    }
+
+
+def _best_us(ask: Callable[[], Any], repeats: int = 7) -> float:
+    times = []
+    for _ in range(repeats):
+        began_s = time.perf_counter()
+        ask()
+        times.append(time.perf_counter() - began_s)
+    return min(times) * 1e6
+
+
+def _rules(models: dict[str, PaperModels]) -> dict[str, Any]:
+    """The rules of the small trees, as an operator reads them."""
+    figures = {}
+    for name, of in models.items():
+        for task, tree in (("throughput", of.small_throughput), ("starvation", of.small_starvation)):
+            found = list(tree.rules())
+            lines: Sequence[Sequence[object]] = [[", ".join(conditions), value] for conditions, value in found]
+            print(report.table(f"{SHORT[name]}, rules of {task}: {tree.target}", ["if", "then"], lines))
+            figures[f"rules_{task}_{SHORT[name]}"] = len(found)
+    return figures
