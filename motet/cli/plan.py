@@ -163,4 +163,6 @@ def _write_page(path: Path, cases: Cases, written: Plan) -> None:
         from motet.twin.planning.page import html
     except ModuleNotFoundError as error:
         raise click.ClickException(f"--html needs {error.name}: pip install 'motet[plots]'") from None
-    path.write_text(html(written, cases.loads, cases.staircase(), cases.attainment()), encoding="utf-8")
+    lines = plan_show.summary(written, cases.loads)
+    text = html("Motet plan", lines, written, cases.staircase(), cases.attainment())
+    path.write_text(text, encoding="utf-8")

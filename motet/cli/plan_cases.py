@@ -80,7 +80,10 @@ class Cases:
     def _without(self, made: Made, change: Change) -> Case:
         if change.lose >= len(made.workers):
             return Case(label=change.label, reason=f"the plan has only {len(made.workers)} workers")
-        left = without(made, change.lose)
+        try:
+            left = without(made, change.lose)
+        except CannotServe as error:
+            return Case(label=change.label, reason=str(error))
         if self._one_seed is not None:
             left = replace(left, results=tuple(tried(left.parts, self.offers, self._one_seed, self._run)))
         return _case(change.label, left)

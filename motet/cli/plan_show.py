@@ -23,12 +23,18 @@ MOST_RANKS = 6
 
 def show(console: Console, plan: Plan, loads: Loads) -> None:
     """The whole plan: what was asked, the workers, what the twin found, how to start them."""
-    console.print(demand_line(loads))
-    console.print(workers_line(plan, loads))
+    asked, needed, found, *start = summary(plan, loads)
+    console.print(asked)
+    console.print(needed)
     console.print(worker_table(plan.workers))
-    console.print(checked_text(plan.checked))
-    for line in start_lines(plan.workers):
+    console.print(found)
+    for line in start:
         console.print(line)
+
+
+def summary(plan: Plan, loads: Loads) -> list[str]:
+    """The plan in sentences: what was asked, how many workers, what the twin found, how to start them."""
+    return [demand_line(loads), workers_line(plan, loads), checked_text(plan.checked), *start_lines(plan.workers)]
 
 
 def demand_line(loads: Loads) -> str:
@@ -37,7 +43,7 @@ def demand_line(loads: Loads) -> str:
     ranks = sorted({int(rank) for rank in loads.rank.tolist()})
     some = ", ".join(map(str, ranks[:MOST_RANKS])) + (", ..." if len(ranks) > MOST_RANKS else "")
     goals = "; ".join(
-        f"{one.slo.slo_class}: TTFT {one.slo.ttft_slo_ms:g} ms, TPOT {one.slo.tpot_slo_ms:g} ms, {one.share:.4g} of requests"
+        f"{one.slo.slo_class}: TTFT {one.slo.ttft_slo_ms:g} ms, TPOT {one.slo.tpot_slo_ms:g} ms, {one.share * 100:.4g}%"
         for one in loads.objectives
     )
     tokens = f"{demand.mean(demand.prompt_tokens):.0f} + {demand.mean(demand.output_tokens):.0f} tokens"

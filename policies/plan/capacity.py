@@ -13,15 +13,17 @@ and at the load L, B* is where rate(B*) = L, a request stays S = B* / L seconds,
 adapters are in use, with the variance v = sum_i exp(-l_i S) (1 - exp(-l_i S)). Copies of adapters that were evicted (Che's
 approximation of least recently used) lengthen the steps. A load is small enough if
 
-    busy <= b_max   B* + z sqrt(c B*) <= B_most   a + z sqrt(v) <= slots   T within TPOT   T/2 + mixed + copy within TTFT
+    busy <= b_max     most(B*, c B*) <= B_most     most(a, v) <= slots     TPOT and TTFT are within the objectives
 
-and the same for bytes as for slots. The roots are square-root staffing, c is the peakedness of the arrivals. All of it is
-evaluated at once for every way of setting a worker (`Settings`). It leaves out heavy tails beyond E[O^2], prefix caches and
-merged adapters.
+and the same for bytes as for slots. most(n, v) is n + z sqrt(v / e) and what a Poisson distribution is skewed by; c is the
+peakedness of the arrivals, and e = 1 - B T'(B) / T(B): where a larger batch has longer steps, requests stay longer and the
+batch grows further. `latencies` has the times, with the waits for a seat or a slot. All of it is evaluated at once for every
+way of setting a worker (`Settings`). It leaves out prefix caches and merged adapters, and of lengths it knows moments only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -29,10 +31,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.plan.demand import Demand, Floats
+from motet.policies.plan.latencies import Usual, latencies, most_of, wait_ms
 from motet.policies.plan.loads import KEPT_S, TOKEN_S, Loads, at, when
 
 BATCHES = np.geomspace(2e-3, 1.0, 40)
 """Batch sizes at which steps are computed, as shares of the largest batch."""
+MANY_PROMPTS = 8.0
+"""Prompts in a step that counts as full, where no number of tokens limits steps."""
+FOR_EVER_MS = 1e12
+LEAST_STIFFNESS = 0.1
 LIMITS = ("compute", "KV", "seats", "step tokens", "slots", "adapter memory", "TPOT", "TTFT")
 """What can bind, in the order of `Verdict.strains`."""
 
@@ -105,7 +112,7 @@ class Limits:
     """
 
     busy: float | Floats = 0.95
-    z: float | Floats = 2.4
+    z: float | Floats = 2.0
     latency: float | Floats = 1.0
     """Share of the objectives that the law's own latencies may take."""
 
@@ -185,19 +192,42 @@ def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Flo
 
     rates = np.maximum.accumulate(batches / (output[:, None] * step_ms) * 1e3, axis=1)
     capacity = rates[:, -1]
-    batch, tpot_ms, begin_ms = _where_reached(rates, rate, (batches, step_ms, mixed_ms))
-    copied = miss_share > 1.0 - loads.extreme("share")
-    ttft_ms = 0.5 * tpot_ms + begin_ms + np.where(copied, copy_ms, 0.0)
-
-    token_s = batch / (np.minimum(rate, capacity) * output)
+    full = np.minimum(np.broadcast_to(settings.step_tokens, len(settings))[:, None] - batches, MANY_PROMPTS * prompt[:, None])
+    full_ms = settings.steps.step_ms(replace(mix, prompt_tokens=full, prompts=full / prompt[:, None]))
+    row_ms = np.gradient(step_ms, axis=1) / np.gradient(batches, axis=1)
+    usual = Usual(
+        **_where_reached(
+            rates,
+            rate,
+            batch=batches,
+            step_ms=np.maximum.accumulate(step_ms, axis=1),
+            decode_ms=decode_ms,
+            mixed_ms=mixed_ms,
+            with_prompts=with_prompts,
+            begin=begin,
+            row_ms=row_ms,
+            stiffness=np.clip(1.0 - batches * row_ms / step_ms, LEAST_STIFFNESS, 1.0),
+            prompt_token_ms=full_ms / full,
+        )
+    )
+    batch = usual.batch
+    residence_s = batch / np.minimum(rate, capacity)
+    token_s = residence_s / output
+    share = loads.extreme("share")
+    swell = np.sqrt(loads.peakedness / usual.stiffness)
+    deviation = swell * np.sqrt(batch)
+    room = _Room(loads, settings, token_s, residence_s, np.sqrt(1.0 / usual.stiffness))
+    waits_ms = np.maximum(wait_ms(batch, deviation, batch_most, residence_s * 1e3, share), room.wait_ms(share))
+    waits_ms = waits_ms + np.where(miss_share > 1.0 - share, copy_ms, 0.0)
+    tpot_ms, ttft_ms = latencies(usual, deviation, loads, waits_ms)
+    ttft_slo_ms = loads.extreme("ttft_slo_ms") * limits.latency
     strains = np.stack(
         [
             rate / capacity / limits.busy,
-            *((batch + limits.z * np.sqrt(loads.peakedness * batch)) / most),
-            _most_in_use(loads, "", token_s, limits.z) / settings.slots,
-            _most_in_use(loads, "_bytes", token_s, limits.z) / settings.adapter_bytes,
+            *(most_of(batch, deviation, limits.z) / most),
+            *room.strains(limits.z),
             tpot_ms / (loads.extreme("tpot_slo_ms") * limits.latency),
-            ttft_ms / (loads.extreme("ttft_slo_ms") * limits.latency),
+            np.where(np.isfinite(ttft_slo_ms), np.minimum(ttft_ms, FOR_EVER_MS) / ttft_slo_ms, 0.0),
         ],
         axis=1,
     )
@@ -217,13 +247,16 @@ def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Flo
     )
 
 
-def _where_reached(rates: Floats, rate: Floats, columns: tuple[Floats, ...]) -> tuple[Floats, ...]:
+def _where_reached(rates: Floats, rate: Floats, **columns: Floats) -> dict[str, Floats]:
     """Columns [cases, batches] where rising `rates` [cases, batches] reach `rate`; their ends where it is outside."""
     cases = np.arange(len(rates))
     after = np.clip((rates < rate[:, None]).sum(axis=1), 1, rates.shape[1] - 1)
     low, high = rates[cases, after - 1], rates[cases, after]
     share = np.clip((rate - low) / np.maximum(high - low, 1e-300), 0.0, 1.0)
-    return tuple(column[cases, after - 1] + share * (column[cases, after] - column[cases, after - 1]) for column in columns)
+    return {
+        name: column[cases, after - 1] + share * (column[cases, after] - column[cases, after - 1])
+        for name, column in columns.items()
+    }
 
 
 def _missed(loads: Loads, settings: Settings) -> Floats:
@@ -239,8 +272,34 @@ def _missed(loads: Loads, settings: Settings) -> Floats:
     return np.where(np.isfinite(kept_s), at(loads.curve("missed"), np.minimum(kept_s, KEPT_S[-1]), KEPT_S), 0.0)
 
 
-def _most_in_use(loads: Loads, unit: str, token_s: Floats, z: float | Floats) -> Floats:
-    """Adapters in use (or their bytes) and `z` standard deviations more, at most all, [settings]."""
-    used = loads.curve("used" + unit)
-    deviation = np.sqrt(at(loads.curve("variance" + unit), token_s, TOKEN_S))
-    return np.minimum(at(used, token_s, TOKEN_S) + z * deviation, used[:, -1])
+class _Room:
+    """The adapters in use, and their bytes, beside the room for them, [settings].
+
+    Where all adapters fit, there is no wait. Their number is never counted as less than where requests stay for a shorter
+    time: an adapter that is nearly always in use deviates little.
+    """
+
+    def __init__(self, loads: Loads, settings: Settings, token_s: Floats, residence_s: Floats, swell: Floats) -> None:
+        freed = at(loads.curve("missed"), residence_s, KEPT_S)  # adapters/s that come into use, as many as leave it
+        self._stay_ms = at(loads.curve("used"), token_s, TOKEN_S) / np.maximum(freed, 1e-12) * 1e3
+        self._rooms = (settings.slots, settings.adapter_bytes)
+        self._units: tuple[float | Floats, ...] = (1.0, loads.extreme("size_bytes"))
+        used = [loads.curve("used"), loads.curve("used_bytes")]
+        self._all = [curve[:, -1] for curve in used]
+        self._mean = [at(curve, token_s, TOKEN_S) for curve in used]
+        variances = (loads.curve("variance"), loads.curve("variance_bytes"))
+        self._deviation = [swell * np.sqrt(at(np.maximum.accumulate(curve, axis=1), token_s, TOKEN_S)) for curve in variances]
+
+    def wait_ms(self, share: Floats) -> Floats:
+        """What the wait for room stays below for this share of the requests."""
+        found = np.zeros(len(self._stay_ms))
+        for room, everything, mean, deviation in zip(self._rooms, self._all, self._mean, self._deviation, strict=True):
+            waits = wait_ms(mean, deviation, np.minimum(room, FOR_EVER_MS), self._stay_ms, share)
+            found = np.maximum(found, np.where(room >= everything, 0.0, waits))
+        return found
+
+    def strains(self, z: float | Floats) -> Iterator[Floats]:
+        """What is in use at most, over the room: of slots, then of bytes."""
+        columns = zip(self._rooms, self._units, self._all, self._mean, self._deviation, strict=True)
+        for room, unit, everything, mean, deviation in columns:
+            yield np.minimum(most_of(mean, deviation, z, unit), everything) / room

@@ -21,8 +21,11 @@ class Demand:
     rank: Floats  # 0 for the base model
     size_bytes: Floats  # of one adapter on a device
     prompt_tokens: Floats  # mean
+    prompt_square: Floats  # mean of the squares
+    prompt_p99: Floats  # 99th percentile
     output_tokens: Floats  # mean
-    output_square: Floats  # mean square of the output tokens
+    output_square: Floats  # mean of the squares
+    output_inverse: Floats  # mean of 1 / (output tokens - 1), over requests with two and more
     ttft_slo_ms: Floats
     tpot_slo_ms: Floats
     share: Floats  # of requests that must meet both objectives
@@ -38,18 +41,29 @@ class Demand:
         rank: ArrayLike = 8,
         size_bytes: ArrayLike = 0,
         prompt_tokens: ArrayLike,
+        prompt_square: ArrayLike | None = None,
+        prompt_p99: ArrayLike | None = None,
         output_tokens: ArrayLike,
         output_square: ArrayLike | None = None,
+        output_inverse: ArrayLike | None = None,
         ttft_slo_ms: ArrayLike = NO_OBJECTIVE,
         tpot_slo_ms: ArrayLike = NO_OBJECTIVE,
         share: ArrayLike = 0.99,
         count: ArrayLike = 1,
         peakedness: float = 1.0,
     ) -> Demand:
-        """A demand whose columns may be single numbers. Without `output_square` lengths are exponential: 2 output_tokens^2."""
-        square = 2.0 * np.square(np.asarray(output_tokens, dtype=np.float64)) if output_square is None else output_square
+        """A demand whose columns may be single numbers. What is not given of the lengths is that of exponential ones."""
+        prompt, output = np.asarray(prompt_tokens, dtype=np.float64), np.asarray(output_tokens, dtype=np.float64)
+        lengths = (
+            prompt,
+            2.0 * np.square(prompt) if prompt_square is None else prompt_square,
+            np.log(100.0) * prompt if prompt_p99 is None else prompt_p99,
+            output,
+            2.0 * np.square(output) if output_square is None else output_square,
+            np.log1p(output) / np.maximum(output - 1.0, 1.0) if output_inverse is None else output_inverse,
+        )
         rates = np.atleast_1d(np.asarray(rate, dtype=np.float64))
-        others = (rank, size_bytes, prompt_tokens, output_tokens, square, ttft_slo_ms, tpot_slo_ms, share, count)
+        others = (rank, size_bytes, *lengths, ttft_slo_ms, tpot_slo_ms, share, count)
         columns = [np.broadcast_to(np.asarray(column, dtype=np.float64), rates.shape) for column in others]
         return cls(**dict(zip(COLUMNS, (rates, *columns), strict=True)), peakedness=peakedness)
 

@@ -20,7 +20,7 @@ TOKEN_S = np.geomspace(1e-6, 1e5, TIMES)
 """Seconds per output token at which the adapters in use are counted."""
 KEPT_S = np.geomspace(1e-3, 1e6, TIMES)
 """Seconds for which an adapter without requests may stay."""
-TOTALS = ("rate", "prompt", "output", "square", "rank", "adapters", "lora_rate")
+TOTALS = ("rate", "prompt", "prompt_square", "prompt_p99", "output", "square", "inverse", "rank", "adapters", "lora_rate")
 EXTREMES = ("rank", "size_bytes", "share", "ttft_slo_ms", "tpot_slo_ms")
 CURVES = ("used", "variance", "kept", "used_bytes", "variance_bytes", "kept_bytes", "missed")
 
@@ -44,7 +44,16 @@ class Loads:
         """Each row of a demand as a set. `copy_ms`: [settings, rows]."""
         count, rate, size = demand.count, demand.rate, demand.size_bytes
         lora = count * (demand.rank > 0)
-        lengths = (np.ones_like(rate), demand.prompt_tokens, demand.output_tokens, demand.output_square, demand.rank)
+        lengths = (
+            np.ones_like(rate),
+            demand.prompt_tokens,
+            demand.prompt_square,
+            demand.prompt_p99,
+            demand.output_tokens,
+            demand.output_square,
+            demand.output_inverse,
+            demand.rank,
+        )
         idle = np.exp(-np.outer(rate * demand.output_tokens, TOKEN_S))
         not_asked = np.exp(-np.outer(rate, KEPT_S))
         curves = np.empty((len(rate), len(CURVES), TIMES))

@@ -50,8 +50,9 @@ class Loads:
     @property
     def demand(self) -> Demand:
         """What the law needs to know."""
-        means = [(p.prompt_tokens.mean(), p.output_tokens.mean(), np.square(p.output_tokens).mean()) for p in self.lengths]
-        prompt, output, square = np.array(means)[self.pool].T
+        prompt, prompt_square, prompt_p99, output, output_square, output_inverse = np.array([_means(p) for p in self.lengths])[
+            self.pool
+        ].T
         objectives = np.array([(o.slo.ttft_slo_ms, o.slo.tpot_slo_ms, o.share) for o in self.objectives])
         ttft_slo_ms, tpot_slo_ms, share = objectives[self.objective].T
         return Demand.of(
@@ -59,8 +60,11 @@ class Loads:
             rank=self.rank,
             size_bytes=self.size_bytes,
             prompt_tokens=prompt,
+            prompt_square=prompt_square,
+            prompt_p99=prompt_p99,
             output_tokens=output,
-            output_square=square,
+            output_square=output_square,
+            output_inverse=output_inverse,
             ttft_slo_ms=ttft_slo_ms,
             tpot_slo_ms=tpot_slo_ms,
             share=share,
@@ -108,6 +112,20 @@ class Loads:
             slo=self.objective[adapter],
             slos=tuple(objective.slo for objective in self.objectives),
         )
+
+
+def _means(lengths: Lengths) -> tuple[float, ...]:
+    """The columns of a demand that are about lengths, in their order."""
+    prompt, output = lengths.prompt_tokens.astype(np.float64), lengths.output_tokens.astype(np.float64)
+    gaps = output[output > 1] - 1
+    return (
+        float(prompt.mean()),
+        float(np.square(prompt).mean()),
+        float(np.percentile(prompt, 99)),
+        float(output.mean()),
+        float(np.square(output).mean()),
+        float((1.0 / gaps).mean()) if len(gaps) else 1.0,
+    )
 
 
 def capped(lengths: Lengths, most_tokens: float) -> Lengths:

@@ -8,7 +8,6 @@ from html import escape
 import numpy as np
 
 from motet.shared.plan import Plan, PlannedWorker
-from motet.twin.planning.loads import Loads
 from motet.twin.plots import Counts, Curve, Plot, Shares
 from motet.twin.report import STYLE, figure
 
@@ -19,7 +18,7 @@ COLUMNS = (
 )
 
 
-def html(title: str, lines: Sequence[str], plan: Plan, loads: Loads, stairs: Mapping[str, Points], attained: Points) -> str:
+def html(title: str, lines: Sequence[str], plan: Plan, stairs: Mapping[str, Points], attained: Points) -> str:
     """The page. `lines`: what was asked and found; `stairs`: workers at multiples of the load; `attained`: shares at these."""
     head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
     body = "".join(f"<tr>{_row(place, worker)}</tr>" for place, worker in enumerate(plan.workers, start=1))
@@ -27,7 +26,7 @@ def html(title: str, lines: Sequence[str], plan: Plan, loads: Loads, stairs: Map
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{text}"
-        f'<div class="plots">{"".join(_pictures(plan, loads, stairs, attained))}</div>'
+        f'<div class="plots">{"".join(_pictures(plan, stairs, attained))}</div>'
         f"<h2>Workers</h2><table><tr>{head}</tr>{body}</table></body></html>\n"
     )
 
@@ -50,7 +49,7 @@ def _row(place: int, worker: PlannedWorker) -> str:
     return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
 
 
-def _pictures(plan: Plan, loads: Loads, stairs: Mapping[str, Points], attained: Points) -> list[str]:
+def _pictures(plan: Plan, stairs: Mapping[str, Points], attained: Points) -> list[str]:
     found = []
     lines = {name: points for name, points in stairs.items() if points}
     unit = "cost per hour" if plan.objective == "cost" else "workers"

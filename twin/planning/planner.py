@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from motet.policies.plan.fleet import CannotServe, Packed
-from motet.policies.plan.packing import pack, spread
+from motet.policies.plan.packing import pack
+from motet.policies.plan.spread import spread
 
 from motet.policies.plan import fleet
 from motet.policies.plan.capacity import Limits
@@ -128,6 +129,7 @@ def make(
         if made.valid:
             return made
         kinds = tightened(made, kinds)
+    assert made is not None
     return made
 
 

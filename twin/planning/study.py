@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from motet.policies.plan.capacity import Verdict, judge
-from motet.policies.plan.demand import Demand
+from motet.policies.plan.capacity import judge
+from motet.policies.plan.fleet import Packed
 from motet.shared.plan import VERSION, Checked, Plan, PlannedAdapter, PlannedKind, PlannedObjective, PlannedWorker
 from motet.twin.planning.check import Result
 from motet.twin.planning.kinds import Kind, Part
@@ -132,36 +133,44 @@ def _setting(kind: Kind, worker: PlannedWorker) -> int:
 
 def explained(made: Made, offers: Sequence[Offer], name: str) -> list[str]:
     """Why an adapter is where it is, as sentences. Raises ValueError if the plan does not have it."""
-    where = [place for place, worker in enumerate(made.workers) if name in (made.loads.names[row] for row in worker.rows)]
-    if not where:
+    if name not in made.loads.names:
         raise ValueError(f"the plan has no adapter {name!r}")
     row = made.loads.names.index(name)
-    demand = made.loads.demand
-    lines = [
-        f"{name}: rank {made.loads.rank[row]}, {made.loads.rate[row]:.4g} requests/s,"
-        f" {demand.prompt_tokens[row]:.0f} + {demand.output_tokens[row]:.0f} tokens."
-    ]
-    if len(where) > 1:
-        lines.append(f"One worker cannot serve it, so {len(where)} workers share its requests.")
+    demand, rank = made.loads.demand, int(made.loads.rank[row])
+    lengths = f"{demand.prompt_tokens[row]:.0f} + {demand.output_tokens[row]:.0f} tokens"
+    lines = [f"{name}: rank {rank}, {demand.rate[row]:.4g} requests/s of {lengths}."]
+    homes = [place for place, worker in enumerate(made.workers) if row in worker.rows]
+    if len(homes) > 1:
+        lines.append(f"One worker cannot serve it alone, so {len(homes)} workers share its requests.")
     for place, worker in enumerate(made.workers):
-        law, at = made.kinds[worker.kind].settings, worker.setting
-        with_it, alone = _with(demand, worker, row, made)
-        if place in where:
-            lines.append(
-                f"On worker {place + 1} ({offers[worker.kind].kind.name}): its {worker.limit} binds first, at"
-                f" {worker.strain:.0%} of what is allowed; without the adapter {float(alone.strain[at]):.0%}."
-            )
-        elif made.loads.rank[row] > law.max_rank[at]:
-            lines.append(f"Not on worker {place + 1}: it takes ranks up to {law.max_rank[at]:.0f}.")
-        elif float(with_it.strain[at]) > 1.0:
-            limit = with_it.limit(at)
-            lines.append(
-                f"Not on worker {place + 1}: its {limit} would be at {float(with_it.strain[at]):.0%} of what is allowed."
-            )
+        kind, at = offers[worker.kind].kind, worker.setting
+        largest = int(kind.settings.max_rank[at])
+        where = f"worker {place + 1} ({kind.name})"
+        if rank > largest:
+            lines.append(f"Not on {where}, whose largest rank is {largest}.")
+            continue
+        here = place in homes
+        with_it = _strained(made, worker, row, add=not here)
+        if here:
+            without_it = _strained(made, worker, row, add=False, leave=True)
+            lines.append(f"On {where}: {with_it}; {without_it} without it.")
         else:
-            lines.append(f"Worker {place + 1} could take it: at {float(with_it.strain[at]):.0%} of what is allowed.")
+            lines.append(f"With it {where} would have {with_it}.")
     return lines
 
 
-def _with(demand: Demand, worker: object, row: int, made: Made) -> tuple[Verdict, Verdict]:
-    raise NotImplementedError
+def _strained(made: Made, worker: Packed, row: int, *, add: bool, leave: bool = False) -> str:
+    """What binds first on a worker with an adapter more or less, and at which share of what is allowed."""
+    shares = dict(zip(worker.rows, worker.shares, strict=True))
+    if add:
+        shares[row] = 1.0
+    if leave:
+        del shares[row]
+    if not shares:
+        return "nothing"
+    rows = sorted(shares)
+    demand = made.loads.demand.take(rows)
+    demand = replace(demand, rate=demand.rate * np.array([shares[one] for one in rows]))
+    kind = made.kinds[worker.kind]
+    verdict = judge(demand, kind.settings, kind.limits)
+    return f"{verdict.limit(worker.setting)} at {float(verdict.strain[worker.setting]):.0%} of what is allowed"

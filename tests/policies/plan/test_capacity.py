@@ -61,7 +61,6 @@ def test_a_batch_is_as_large_as_the_load_needs():
     verdict = judge(base(10.0), settings(8))
     assert verdict.batch[0] == pytest.approx(10 * 200 * 20e-3 / (1 - 10 * 200 * 0.15e-3), rel=0.02)
     assert verdict.busy[0] == pytest.approx(10.0 / verdict.capacity[0])
-    assert verdict.tpot_ms[0] == pytest.approx(20 + 0.15 * verdict.batch[0], rel=0.02)
 
 
 def test_kv_tokens_of_running_requests_limit_the_batch():
@@ -114,7 +113,7 @@ def test_copies_take_time_from_the_steps_only_where_steps_wait_for_them():
 
 
 def test_an_objective_that_an_idle_worker_misses_strains_it():
-    verdict = judge(base(0.001, tpot_slo_ms=15.0), settings(8))
+    verdict = judge(base(0.0001, tpot_slo_ms=15.0), settings(8))
     assert verdict.limit(0) == "TPOT"
     assert verdict.strain[0] == pytest.approx(20 / 15, rel=0.02)
 
@@ -125,9 +124,36 @@ def test_a_rank_above_the_largest_cannot_be_served():
 
 
 def test_bursty_arrivals_need_more_seats():
+    """The deviation of the batch grows with the root of the peakedness, and with what the batch adds to a step."""
     calm, bursty = (judge(base(10.0, peakedness=c), settings(8)).strains[0, LIMITS.index("seats")] for c in (1.0, 4.0))
     batch = judge(base(10.0), settings(8)).batch[0]
-    assert (bursty - calm) * 100 == pytest.approx(2.4 * np.sqrt(batch))
+    stiffness = 20 / (20 + 0.15 * batch)
+    assert (bursty - calm) * 100 == pytest.approx(Limits().z * np.sqrt(batch / stiffness), rel=0.02)
+
+
+def test_requests_wait_where_seats_are_nearly_all_taken():
+    """TTFT at 95% of the capacity is far above that at 50%; without an objective it strains nothing."""
+    capacity = judge(base(), settings(8)).capacity[0]
+    half, nearly = (judge(base(share * capacity, ttft_slo_ms=1000.0), settings(8)) for share in (0.5, 0.97))
+    assert half.ttft_ms[0] < 150
+    assert nearly.ttft_ms[0] > 1000
+    assert nearly.limit(0) == "TTFT"
+    assert judge(base(0.97 * capacity), settings(8)).strains[0, LIMITS.index("TTFT")] == 0
+
+
+def test_requests_wait_for_slots_before_all_of_them_are_taken():
+    few, many = (judge(adapters(200, 0.004, ttft_slo_ms=500.0), settings(slots)) for slots in (8, 16))
+    assert few.adapters_in_use[0] < 5, "on average"
+    assert few.ttft_ms[0] > 500 > many.ttft_ms[0]
+
+
+def test_long_prompts_are_in_the_latencies_of_all():
+    short, long = (
+        judge(Demand.of(5.0, rank=0, prompt_tokens=prompt, output_tokens=100, tpot_slo_ms=100), settings(8, seats=1000))
+        for prompt in (10, 1000)
+    )
+    assert long.ttft_ms[0] > short.ttft_ms[0] + 0.1 * 4 * 1000, "the 99th percentile of exponential prompts is 4.6 means"
+    assert long.tpot_ms[0] > 1.5 * short.tpot_ms[0]
 
 
 def test_equal_adapters_may_be_one_row_with_a_count():
