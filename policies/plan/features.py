@@ -28,6 +28,9 @@ LAW = (
 )
 """Features from the law: load, batch, slots, copies, ranks, lengths and latencies, each as a share of what there is."""
 
+LONGEST_MS = 3.6e6
+"""What counts as the time where the law waits for ever."""
+
 
 def paper(demand: Demand, slots: Floats) -> Floats:
     """The paper's features for each number of slots: [slots, features]. Deviations are those of the population."""
@@ -56,8 +59,8 @@ def law(demand: Demand, settings: Settings, verdict: Verdict) -> Floats:
         rank_std / settings.max_rank,
         demand.mean(demand.output_square) / output**2 - 1.0,
         prompt / (prompt + output),
-        verdict.ttft_ms / float(demand.ttft_slo_ms.min()),
-        verdict.tpot_ms / float(demand.tpot_slo_ms.min()),
+        np.minimum(verdict.ttft_ms, LONGEST_MS) / float(demand.ttft_slo_ms.min()),
+        np.minimum(verdict.tpot_ms, LONGEST_MS) / float(demand.tpot_slo_ms.min()),
     )
     return np.column_stack(np.broadcast_arrays(*columns))
 

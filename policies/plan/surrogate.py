@@ -11,6 +11,7 @@ Inputs are rounded to float32 before they are compared, as scikit-learn does; a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -85,19 +86,28 @@ class Trees(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True, 
 
     def rules(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """The rules of a single tree, (conditions, value), from left to right. A rule is a way to a leaf."""
-        yield from self._rules_below(self.roots[0], ())
+        yield from self._rules_below(self.roots[0], {})
 
-    def _rules_below(self, node: int, conditions: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
+    def _rules_below(self, node: int, bounds: dict[int, tuple[float, float]]) -> Iterator[tuple[tuple[str, ...], float]]:
         if self.left[node] == node:
+            conditions = tuple(_condition(self.features[name], *bounds[name]) for name in sorted(bounds))
             yield conditions, (self.start + self.value[node]) / self.divisor
             return
-        name, threshold = self.features[self.feature[node]], f"{self.threshold[node]:.4g}"
-        yield from self._rules_below(self.left[node], (*conditions, f"{name} <= {threshold}"))
-        yield from self._rules_below(self.right[node], (*conditions, f"{name} > {threshold}"))
+        name, threshold = self.feature[node], self.threshold[node]
+        low, high = bounds.get(name, (-math.inf, math.inf))
+        yield from self._rules_below(self.left[node], bounds | {name: (low, min(high, threshold))})
+        yield from self._rules_below(self.right[node], bounds | {name: (max(low, threshold), high)})
 
     def encode(self) -> bytes:
         """The model as JSON."""
         return msgspec.json.encode(self)
+
+
+def _condition(name: str, above: float, most: float) -> str:
+    """In words: `above` < name <= `most`."""
+    if above == -math.inf:
+        return f"{name} <= {most:.4g}"
+    return f"{name} > {above:.4g}" if most == math.inf else f"{above:.4g} < {name} <= {most:.4g}"
 
 
 def decode(data: bytes) -> Trees:

@@ -40,6 +40,7 @@ class Table:
     ttft_p99_ms: Floats
     law_ttft_ms: Floats
     attained_share: Floats
+    law_attained: NDArray[np.bool_]  # within the objectives by the law
     flagged: NDArray[np.bool_]  # measured while the client was out of ports
 
     def __len__(self) -> int:
@@ -121,7 +122,8 @@ def _known(demand: Demand, profile: str, a_max: int, s_max: int, seats: int) -> 
         "paper_features": features.paper(demand, setting.slots)[0],
         "law_features": features.law(demand, setting, verdict)[0],
         "law_tok_s": demand.tokens_s * min(1.0, 1.0 / float(verdict.busy[0])),
-        "law_ttft_ms": verdict.ttft_ms[0],
+        "law_attained": verdict.strain[0] <= 1.0,
+        "law_ttft_ms": min(float(verdict.ttft_ms[0]), features.LONGEST_MS),
     }
 
 

@@ -54,6 +54,11 @@ def test_rules_say_the_way_to_each_leaf() -> None:
     ]
 
 
+def test_conditions_on_one_feature_are_joined() -> None:
+    twice = Trees(**FIELDS | {"feature": (0, 0, 0, 0, 0)})
+    assert [rule for rule, _ in twice.rules()] == [("busy <= 1",), ("1 < busy <= 2",), ("busy > 2",)]
+
+
 def test_json_keeps_every_bit() -> None:
     odd = Trees(**FIELDS | {"threshold": (1 / 3, 0.0, math.pi, 0.0, 0.0)})
     assert decode(odd.encode()) == odd
