@@ -12,8 +12,10 @@ learned from it. Without `--runs`, the test runs are simulated ones that were he
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,15 @@ from numpy.typing import NDArray
 from sklearn.metrics import f1_score
 
 from bench import report
-from bench.planner_samples import OUT
+from bench.planner_samples import OUT, spawn
 from bench.watch import Watch
 from motet.policies.plan.surrogate import Trees
 from motet.shared.json_files import FileError
 from motet.twin.surrogate import train
-from motet.twin.surrogate.models import ATTAINED, OurModels, PaperModels, our_models, paper_models
+from motet.twin.surrogate.models import ATTAINED, OurModels, PaperModels, not_simulated, our_models, paper_models
 from motet.twin.surrogate.samples import draw, from_cells, simulate
 from motet.twin.surrogate.table import STARVED_BELOW, Table, from_measured, from_samples
-from motet.twin.vllm.calibrate import Calibration, calibrate
+from motet.twin.vllm.calibrate import calibrate
 from motet.twin.vllm.published import MODELS, fitted, published
 from motet.twin.vllm.runs import Measured, Run, predict, read_runs
 from motet.twin.vllm.tables import rows
@@ -42,6 +44,7 @@ FAMILIES = ("rf", "svm", "knn", "small_tree")
 BOUNDARY = (0.7, 1.4)
 QUICK_RUNS, QUICK_S, QUICK_WARM_S = 96, 240.0, 60.0
 SEARCHED_RUNS = 300  # of each model: the time of a search grows with them, its outcome hardly
+FREE_RUNS, QUICK_FREE_RUNS = 3000, 200  # that are drawn for the small trees and not simulated
 BATCH = 4096
 SHORT = {name: name.split("-")[0].rstrip("0123456789.") for name in MODELS}  # llama, qwen
 
@@ -85,7 +88,11 @@ def figures(args: argparse.Namespace) -> dict[str, Any]:
         return _search(data.train, args.watch)
     began_s = time.monotonic()
     models = {
-        name: paper_models(data.train.where(data.train.paper & (data.train.profile == name)), train.CHOSEN[name])
+        name: paper_models(
+            data.train.where(data.train.paper & (data.train.profile == name)),
+            not_simulated(name, QUICK_FREE_RUNS if args.quick else FREE_RUNS),
+            train.CHOSEN[name],
+        )
         for name in MODELS
     }
     ours = our_models(data.train)
@@ -270,18 +277,20 @@ def _ceiling(data: Data, answers: dict[str, Answers], args: argparse.Namespace) 
 
 def _twin_starved(data: Data, args: argparse.Namespace) -> dict[str, NDArray[np.bool_]]:
     """Whether the twin starves, of the runs at the boundary; empty if there was no time for all of them."""
-    calibrations: dict[str, Calibration] = calibrate(args.runs)
+    calibrations = calibrate(args.runs)
     wanted = [(purpose, int(i)) for purpose, table in data.tests.items() for i in np.flatnonzero(near(table))]
     found = {purpose: np.zeros(len(table), bool) for purpose, table in data.tests.items()}
-    done = 0
-    for number in args.watch.rounds(len(wanted), "boundary runs in the twin"):
-        purpose, i = wanted[number]
-        asked, _ = data.measured[purpose][i]
-        found[purpose][i] = (
-            predict(asked, calibrations[asked.model]).total_tok_s < STARVED_BELOW * data.tests[purpose].asked_tok_s[i]
-        )
-        done += 1
-    return found if done == len(wanted) else {}
+    done: set[int] = set()
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, spawn) as pool:
+        for first in args.watch.rounds(-(-len(wanted) // cores), "groups of boundary runs in the twin"):
+            some = wanted[first * cores : (first + 1) * cores]
+            runs = [data.measured[purpose][i][0] for purpose, i in some]
+            outcomes = pool.map(predict, runs, [calibrations[run.model] for run in runs])
+            for (purpose, i), outcome in zip(some, outcomes, strict=True):
+                found[purpose][i] = outcome.total_tok_s < STARVED_BELOW * data.tests[purpose].asked_tok_s[i]
+            done.add(first)
+    return found if len(done) * cores >= len(wanted) else {}
 
 
 # ---- speed and rules

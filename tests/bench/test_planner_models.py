@@ -14,7 +14,7 @@ from bench.planner_models import Data, macro_f1, near, smape
 from bench.watch import Watch
 from motet.policies.plan.surrogate import Trees
 from motet.twin.surrogate import train
-from motet.twin.surrogate.models import our_models, paper_models
+from motet.twin.surrogate.models import not_simulated, our_models, paper_models
 from motet.twin.surrogate.samples import Labels, draw
 from motet.twin.surrogate.table import STARVED_BELOW, Table, from_samples
 
@@ -68,7 +68,7 @@ def test_models_learn_what_the_law_gets_wrong(table: Table) -> None:
 
 def test_the_papers_models_and_the_small_tree_learn_too_and_rules_are_few(table: Table) -> None:
     mine = table.where(table.paper & (table.profile == NAME))
-    models = paper_models(mine, train.CHOSEN[NAME])
+    models = paper_models(mine, not_simulated(NAME, 100), train.CHOSEN[NAME])
     for family in planner_models.FAMILIES:
         assert np.mean(models.starved(family, mine.paper_features) == mine.starved) > 0.9
     assert smape(models.tok_s("rf", mine.paper_features), mine.tok_s) < 5
@@ -86,6 +86,13 @@ def test_the_grids_are_those_of_appendix_b_without_repetition() -> None:
         for task, families in (("throughput", train.THROUGHPUT), ("starvation", train.STARVATION)):
             for name, point in chosen[task].items():
                 assert {k: v for k, v in point.items() if k != "n_estimators"} in families[name].points
+
+
+def test_runs_for_the_small_trees_are_others_than_those_that_were_simulated() -> None:
+    free = not_simulated(NAME, 64)
+    assert free.shape == (22, 7)
+    simulated = [tuple(row) for row in pretended(64).paper_features.tolist()]
+    assert np.mean([tuple(row) in simulated for row in free.tolist()]) < 0.2
 
 
 def test_a_search_prefers_what_predicts() -> None:

@@ -15,8 +15,10 @@ from motet.policies.plan import features
 from motet.policies.plan.demand import Floats
 from motet.policies.plan.surrogate import Trees
 from motet.twin.surrogate import train
+from motet.twin.surrogate.samples import SEED, draw
 from motet.twin.surrogate.table import STARVED_BELOW, Table
 
+LEAST_TOK_S = 1.0  # an SVM's answer may be negative
 LOAD = [name for name in features.LAW if name not in ("ttft_share", "tpot_share")]
 """The features from the law that do not depend on objectives."""
 
@@ -32,7 +34,9 @@ class PaperModels:
 
     def tok_s(self, family: str, x: Floats) -> Floats:
         """Throughput of runs [runs, features] by a family of scikit-learn's models, or by the small tree."""
-        return self.small_throughput.predict(x) if family == "small_tree" else np.asarray(self.throughput[family].predict(x))
+        if family == "small_tree":
+            return self.small_throughput.predict(x)
+        return np.maximum(self.throughput[family].predict(x), LEAST_TOK_S)
 
     def starved(self, family: str, x: Floats) -> NDArray[np.bool_]:
         """Whether runs starve, by the same."""
@@ -41,8 +45,12 @@ class PaperModels:
         return np.asarray(self.starvation[family].predict(x), dtype=bool)
 
 
-def paper_models(table: Table, chosen: dict[str, dict[str, train.Point]]) -> PaperModels:
-    """Train on paper runs of one profile. `chosen`: the point of each grid, by task and family."""
+def paper_models(table: Table, free: Floats, chosen: dict[str, dict[str, train.Point]]) -> PaperModels:
+    """Train on paper runs of one profile. `chosen`: the point of each grid, by task and family.
+
+    The small trees are trained on what happened in the runs and on what the forests say of others, that nobody simulated:
+    `free`, [others, features]. The paper also starts from its best forest, and does not say how it gets to a tree.
+    """
     x = table.paper_features
     throughput, starvation = (
         {name: train.fit(family, chosen[task][name], x, y, trees=name == "rf") for name, family in families.items()}
@@ -51,13 +59,21 @@ def paper_models(table: Table, chosen: dict[str, dict[str, train.Point]]) -> Pap
             ("starvation", train.STARVATION, table.starved),
         )
     )
-    small = train.trees(train.small_tree(x, np.log(table.tok_s)), "tokens/s", features.PAPER)
+    both = np.concatenate([x, free])
+    log_tok_s = np.log(np.concatenate([table.tok_s, throughput["rf"].predict(free)]))
+    starved = np.concatenate([table.starved, train.probability(starvation["rf"], free)])
     return PaperModels(
         throughput,
         starvation,
-        _of_exponent(small),
-        train.trees(train.small_tree(x, table.starved), "probability of starvation", features.PAPER),
+        _of_exponent(train.trees(train.small_tree(both, log_tok_s), "tokens/s", features.PAPER)),
+        train.trees(train.small_tree(both, starved), "probability of starvation", features.PAPER),
     )
+
+
+def not_simulated(profile: str, count: int) -> Floats:
+    """The paper's features of the paper runs of a profile among `count` draws with another seed, [runs, features]."""
+    runs = [run for run in draw(count, SEED + 1) if run.paper and run.profile == profile]
+    return np.concatenate([features.paper(run.demand(), np.array([float(run.a_max)])) for run in runs])
 
 
 def _of_exponent(tree: Trees) -> Trees:
