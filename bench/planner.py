@@ -3,11 +3,11 @@
     python -m bench planner [--runs DIR] [--part scenarios|what-if|models] [--quick]
 
 *scenarios*: high, low and mixed rates and ranks of 100, 400 and 2,000 adapters (adapter-caching paper, section 8.4), on the
-published calibrations of vLLM for Llama and Qwen and on CaraServe's A10. Each plan is made as `motet plan` makes it, then judged
-by an hour with seeds that it has not seen. A rival's plan counts only if it is valid too.
+published calibrations of vLLM for Llama and Qwen and on CaraServe's A10. Each plan is made as `motet plan` makes it, then
+judged by an hour with seeds that it has not seen. A rival's plan counts only if it is valid too.
 
-*what-if*: 20 drawn workers with lengths of arXiv, Mooncake and Azure (from `--runs`'s parent folder), which no constant of the law
-was chosen with: the multiple of the load at which the law says that they break, beside the twin's.
+*what-if*: 20 drawn workers with lengths of arXiv, Mooncake and Azure (from `--runs`'s parent folder), which no constant of the
+law was chosen with: the load at which the law says that they break, beside the twin's.
 
 *models* (needs `--runs`): the law and the learned models beside published runs of vLLM (`bench.planner_models`).
 """
@@ -37,7 +37,7 @@ from motet.shared.model import Slo
 from motet.twin.planning.check import Run
 from motet.twin.planning.kinds import NativeKind, Part, VllmKind
 from motet.twin.planning.loads import Loads, Objective, capped
-from motet.twin.planning.planner import Goal, Made, Offer, Trial, make, offered, pack_by, tried
+from motet.twin.planning.planner import Goal, Made, Offer, Trial, bounding, make, pack_by, tried
 from motet.twin.profile import a10_llama2_7b
 from motet.twin.traces import Trace, read_lengths, read_trace
 from motet.twin.vllm.published import published
@@ -111,7 +111,7 @@ def _scenarios(args: argparse.Namespace, simulate: Run) -> dict[str, Any]:
     for number in args.watch.rounds(len(cases), "scenarios"):
         case = cases[number]
         offers, goal = [case.offer], Goal()
-        found, took_s = _timed(bound, case.loads.demand, offered(offers, goal))
+        found, took_s = _timed(bound, case.loads.demand, bounding(offers, goal))
         least = found.value
         bound_s.append(took_s)
         _, took_s = _timed(make, case.loads, offers, goal, None, simulate)

@@ -76,7 +76,9 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     worst_adapter: str
     worst_attained: _Share
     valid: bool
-    """Every worker and every adapter keeps its objective."""
+    """Every worker and every adapter keeps its objective, also after the loss of the most loaded workers that it survives."""
+    after_loss: _Share | None = None
+    """What is attained without the most loaded `survive` workers."""
     holds_to: float | None = None
     """The largest multiple of the load at which the plan is still valid, as far as was looked."""
     breaks_first: int | None = None

@@ -49,14 +49,16 @@ class Plot:
     log_x: bool = False
     share: bool = False
     marks: Sequence[float] = ()
-    steps: bool = False  # a staircase instead of a line
+    steps: bool = False  # a staircase instead of a line: each value counts up to its x
+    plain: bool = False  # x in plain numbers, from the first one on
 
     def draw(self, axes: Axes) -> None:
         """Draw it."""
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if not self.plain:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0) if self.share else EngFormatter(sep=""))
         for curve, color in zip(self.curves, COLORS, strict=False):
-            axes.plot(curve.x, curve.y, color=color, linewidth=1.3, drawstyle="steps-post" if self.steps else "default")
+            axes.plot(curve.x, curve.y, color=color, linewidth=1.3, drawstyle="steps-pre" if self.steps else "default")
         x = np.concatenate([curve.x for curve in self.curves])
         if not len(x):
             axes.text(0.5, 0.5, "nothing to show", ha="center", color=FAINT, transform=axes.transAxes)
@@ -66,7 +68,7 @@ class Plot:
             axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_xlim(left=max(float(x.min()), 1e-3) if self.log_x else 0.0)
+        axes.set_xlim(left=float(x.min()) if self.plain else max(float(x.min()), 1e-3) if self.log_x else 0.0)
         axes.set_ylim(bottom=0.0, top=1.0 if self.share else None)
         for mark in self.marks:
             if mark < 2 * float(x.max()):  # one that is far away would press the curves together

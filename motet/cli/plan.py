@@ -46,9 +46,9 @@ MOST_MINUTES = 24 * 60
     "--worker",
     "workers",
     multiple=True,
-    metavar="PROFILE[,cost=,most=]",
+    metavar="PROFILE[,cost=,most=,seats=]",
     help="A kind of worker: a profile of `motet profile`, or a published calibration, vllm:llama-3.1-8b@h100 or"
-    " vllm:qwen2.5-7b@h100 (repeatable). cost: per hour; most: how many there are.",
+    " vllm:qwen2.5-7b@h100 (repeatable). cost: per hour; most: how many there are; seats: max_num_seqs of vLLM (256).",
 )
 @click.option(
     "--slo",
@@ -139,7 +139,7 @@ def _plan(options: dict[str, Any], run: Run, say: Callable[[str], None]) -> None
     if tests:
         console.print(plan_show.case_table([cases.changed(made, change) for change in tests]))
     if options["page"]:
-        _write_page(options["page"], cases, written)
+        _write_page(options["page"], cases, written, rivals=options["rivals"])
     if written.checked is not None and not written.checked.valid:
         raise click.ClickException(f"the twin finds no plan valid after {made.rounds} rounds: {plan_show.missing(written)}")
 
@@ -148,7 +148,7 @@ def _judge(old: Plan, loads: Loads, offers: Sequence[Offer], trial: Trial, run: 
     """Prints how an old plan does on a load. Status 1 if it does not hold."""
     parts, unknown = parts_of(old, loads, offers)
     results = tried(parts, offers, trial, run)
-    found = checked(parts, results, trial, None)
+    found = checked(parts, results, trial)
     console = terminal()
     console.print(plan_show.demand_line(loads))
     console.print(plan_show.result_table(parts, results))
@@ -158,11 +158,11 @@ def _judge(old: Plan, loads: Loads, offers: Sequence[Offer], trial: Trial, run: 
         raise click.ClickException("the plan does not hold on this load")
 
 
-def _write_page(path: Path, cases: Cases, written: Plan) -> None:
+def _write_page(path: Path, cases: Cases, written: Plan, *, rivals: bool) -> None:
     try:
         from motet.twin.planning.page import html
     except ModuleNotFoundError as error:
         raise click.ClickException(f"--html needs {error.name}: pip install 'motet[plots]'") from None
     lines = plan_show.summary(written, cases.loads)
-    text = html("Motet plan", lines, written, cases.staircase(), cases.attainment())
+    text = html("Motet plan", lines, written, cases.staircase(rivals=rivals), cases.attainment(), cases.day())
     path.write_text(text, encoding="utf-8")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from motet.cli.plan_inputs import Change, changed_objectives
 from motet.policies.plan.bound import bound
@@ -12,11 +16,12 @@ from motet.policies.plan.rivals import RIVALS
 from motet.shared.plan import Plan
 from motet.twin.planning.check import Run
 from motet.twin.planning.loads import Loads
-from motet.twin.planning.planner import Goal, Made, Offer, Trial, breaking, make, offered, pack_by, tried, without
-from motet.twin.planning.study import explained, written
+from motet.twin.planning.planner import Goal, Made, Offer, Trial, bounding, breaking, make, pack_by, tried, without
+from motet.twin.planning.study import attained, explained, written
 
 STAIRS = tuple(round(0.25 * step, 2) for step in range(1, 13))
 """Multiples of the load at which the number of workers is drawn."""
+MOST_WINDOWS = 48
 FACTORS = (0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
 """Multiples of the load at which the attainment of the plan is drawn."""
 
@@ -56,7 +61,11 @@ class Cases:
         return made, written(made, self.offers, self.goal, self.trial, bound=self._bound(made.loads), breaks=breaks)
 
     def _bound(self, loads: Loads) -> float | None:
-        return None if self.goal.objective == "latency" else bound(loads.demand, offered(self.offers, self.goal)).value
+        """The bound; with workers that may be gone, the others alone cost as much."""
+        if self.goal.objective == "latency":
+            return None
+        kinds = bounding(self.offers, self.goal)
+        return bound(loads.demand, kinds).value + self.goal.survive * min(kind.cost for kind in kinds)
 
     def explained(self, made: Made, adapter: str) -> list[str]:
         """See `study.explained`."""
@@ -107,9 +116,13 @@ class Cases:
             found.append(_case(name, made))
         return found
 
-    def staircase(self) -> dict[str, list[tuple[float, float]]]:
-        """(multiple of the load, workers) of the law's plans and of the bound; loads without a plan are left out."""
-        plans, bounds = [], []
+    def staircase(self, *, rivals: bool) -> dict[str, list[tuple[float, float]]]:
+        """(multiple of the load, workers) of the law's plans, of the bound, and if asked for of other planners, valid or not.
+
+        Loads without a plan are left out.
+        """
+        plans, bounds = list[tuple[float, float]](), list[tuple[float, float]]()
+        others: dict[str, list[tuple[float, float]]] = {name: [] for name in (RIVALS if rivals else ())}
         for factor in STAIRS:
             self._say(f"planning for {factor:g} x the load")
             loads = self.loads.faster(factor)
@@ -118,10 +131,30 @@ class Cases:
             except CannotServe:
                 continue
             least = self._bound(made.loads)
-            plans.append((factor, made.cost if self.goal.objective == "cost" else float(len(made.workers))))
+            for name, points in others.items():
+                with contextlib.suppress(CannotServe):
+                    points.append((factor, self._units(pack_by(RIVALS[name], loads, self.offers, self.goal))))
+            plans.append((factor, self._units(made)))
             if least is not None:
                 bounds.append((factor, least))
-        return {"plan, by the law": plans, "bound": bounds}
+        return {"plan, by the law": plans, "bound": bounds, **others}
+
+    def day(self) -> list[tuple[float, float]]:
+        """(hour of a trace, workers by the law) of its windows, up to `MOST_WINDOWS` of them; empty without a trace."""
+        if not self.loads.windows:
+            return []
+        parts = np.array_split(np.array(self.loads.windows), min(MOST_WINDOWS, len(self.loads.windows)))
+        found, known = [], dict[float, float]()
+        for place, part in enumerate(parts, start=1):
+            factor = max(0.05, math.ceil(float(part.max()) * 20) / 20)
+            if factor not in known:
+                self._say(f"planning for {factor:g} x the load")
+                known[factor] = self._units(make(self.loads.faster(factor), self.offers, self.goal, None, self._run))
+            found.append((place / len(parts) * self.loads.span_s / 3600.0, known[factor]))
+        return found
+
+    def _units(self, made: Made) -> float:
+        return made.cost if self.goal.objective == "cost" else float(len(made.workers))
 
     def attainment(self) -> list[tuple[float, float]]:
         """(multiple of the load, share of requests within their objectives) of the plan in the twin."""
@@ -131,19 +164,17 @@ class Cases:
         for factor in FACTORS:
             self._say(f"simulating {factor:g} x the load")
             results = tried(self._made.parts, self.offers, self._one_seed, self._run, factor)
-            arrived = sum(int(result.arrived.sum()) for result in results)
-            found.append((factor, sum(int(result.attained.sum()) for result in results) / max(1, arrived)))
+            found.append((factor, attained(results)))
         return found
 
 
 def _case(label: str, made: Made) -> Case:
-    arrived = sum(int(result.arrived.sum()) for result in made.results)
     worst = max(made.workers, key=lambda worker: worker.strain)
     return Case(
         label=label,
         workers=len(made.workers),
         cost=made.cost,
-        attained=sum(int(result.attained.sum()) for result in made.results) / arrived if arrived else None,
+        attained=attained(made.results) if made.results else None,
         valid=made.valid if made.results else None,
         limit=worst.limit,
     )

@@ -22,23 +22,32 @@ MOST_STEPS = 24
 
 
 def offer(text: str) -> Offer:
-    """A worker from PROFILE[,cost=,most=,start_s=]. Raises UsageError naming the part, FileError for the profile."""
+    """A worker from PROFILE[,cost=,most=,seats=]. Raises UsageError naming the part, FileError for the profile."""
     profile, *parts = text.split(",")
-    values = _pairs("--worker", text, parts, {"cost": (0.0, 1e9), "most": (1.0, 1e6)})
-    most = values.get("most")
-    if most is not None and most != int(most):
-        raise click.UsageError(f"--worker {text}: most: {most:g} is not a whole number")
-    return Offer(kind=kind(profile), cost=values.get("cost", 1.0), most=None if most is None else int(most))
+    values = _pairs("--worker", text, parts, {"cost": (0.0, 1e9), "most": (0.0, 1e6), "seats": (0.0, 4096.0)})
+    most, seats = (_count(text, name, values.get(name)) for name in ("most", "seats"))
+    return Offer(kind=kind(profile, seats), cost=values.get("cost", 1.0), most=most)
 
 
-def kind(profile: str) -> Kind:
-    """The kind of worker of a profile's file, or of a published calibration. Raises UsageError, FileError."""
+def _count(text: str, name: str, value: float | None) -> int | None:
+    if value is not None and value != int(value):
+        raise click.UsageError(f"--worker {text}: {name}: {value:g} is not a whole number")
+    return None if value is None else int(value)
+
+
+def kind(profile: str, seats: int | None = None) -> Kind:
+    """The kind of worker of a profile, or of a published calibration with so many seats. Raises UsageError, FileError."""
     if profile.startswith(VLLM):
         name = profile.removeprefix(VLLM)
         try:
-            return VllmKind(name=profile, calibration=published(name))
+            calibration = published(name)
         except ValueError as error:
             raise click.UsageError(f"--worker {profile}: {error}") from None
+        if seats is None:
+            return VllmKind(name=profile, calibration=calibration)
+        return VllmKind(name=f"{profile},seats={seats}", calibration=calibration, seats=seats)
+    if seats is not None:
+        raise click.UsageError(f"--worker {profile}: seats is for {VLLM} workers; a profile has its own, limits.max_running")
     path = Path(profile)
     if not path.is_file():
         raise click.UsageError(f"--worker {profile}: there is no such file; a published calibration is {VLLM}NAME@GPU")

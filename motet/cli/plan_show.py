@@ -103,6 +103,8 @@ def checked_text(found: Checked | None) -> str:
         f"Checked in the twin: {found.seeds} seed{'s' if found.seeds > 1 else ''} x {found.seconds / 60:.0f} min,"
         f" attained {found.attained:.2%} (worst adapter {found.worst_adapter}: {found.worst_attained:.2%})"
     )
+    if found.after_loss is not None:
+        text += f", without the most loaded workers {found.after_loss:.2%}"
     if not found.valid:
         return f"{text}. NOT within the objectives."
     if found.holds_to is None:

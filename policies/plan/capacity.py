@@ -116,6 +116,11 @@ class Limits:
     latency: float | Floats = 1.0
     """Share of the objectives that the law's own latencies may take."""
 
+    def at(self, settings: int | NDArray[np.intp]) -> Limits:
+        """The limits of some settings."""
+        columns = ((name, getattr(self, name)) for name in ("busy", "z", "latency"))
+        return Limits(**{name: value[settings] if isinstance(value, np.ndarray) else value for name, value in columns})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -164,7 +169,7 @@ def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Flo
     context = prompt + loads.mean("square") / (2.0 * output)
     most = np.stack(
         np.broadcast_arrays(
-            np.maximum(settings.kv_tokens - prompt, 0.0) / (context + settings.block_tokens / 2 + settings.headroom_tokens),
+            np.maximum(settings.kv_tokens - prompt, 1e-6) / (context + settings.block_tokens / 2 + settings.headroom_tokens),
             settings.seats,
             settings.step_tokens / (1.0 + prompt / output),
         )

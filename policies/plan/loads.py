@@ -86,6 +86,7 @@ class Loads:
 
     def joined(self, rows: Sequence[int] | NDArray[np.intp]) -> Loads:
         """The union of some of the sets, as one."""
+        rows = np.asarray(rows, dtype=np.intp)
         return replace(
             self,
             totals=self.totals[rows].sum(axis=0, keepdims=True),
@@ -103,6 +104,25 @@ class Loads:
             copies=self.copies + others.copies,
             extremes=np.maximum(self.extremes, others.extremes),
         )
+
+    def without_each(self, others: Loads) -> Loads:
+        """Each set without a part of it, of the other in the same row. Extremes stay."""
+        return replace(
+            self,
+            totals=np.maximum(self.totals - others.totals, 0.0),
+            curves=np.maximum(self.curves - others.curves, 0.0),
+            copies=np.maximum(self.copies - others.copies, 0.0),
+            extremes=np.broadcast_to(self.extremes, (max(len(self), len(others)), len(EXTREMES))),
+        )
+
+    @staticmethod
+    def stack(parts: Sequence[Loads]) -> Loads:
+        """All sets of the parts."""
+        totals, curves, copies, extremes = (
+            np.concatenate(columns)
+            for columns in zip(*((one.totals, one.curves, one.copies, one.extremes) for one in parts), strict=True)
+        )
+        return replace(parts[0], totals=totals, curves=curves, copies=copies, extremes=extremes)
 
     @property
     def rate(self) -> Floats:

@@ -31,6 +31,7 @@ from motet.twin.workload import Floats, Ints, Workload
 VLLM_SEATS = 256
 """vLLM's default of max_num_seqs."""
 VLLM_MOST_TOKENS = 32_768
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ class Kind(Protocol):
         """Simulate workers with new requests, drawn with a seed."""
         ...
 
-    def flags(self, setting: int, part: Loads) -> str:
-        """The options to start a worker with."""
+    def flags(self, setting: int, adapters: int) -> str:
+        """The options to start a worker with that serves so many adapters."""
         ...
 
     def adapter_share(self, setting: int) -> float | None:
@@ -132,12 +133,12 @@ class VllmKind:
             tpot_p99_ms=served.tpot_p99_ms,
         )
 
-    def flags(self, setting: int, part: Loads) -> str:
+    def flags(self, setting: int, adapters: int) -> str:
         """See `Kind`."""
         law = self.settings
         return (
             f"--enable-lora --max-loras {law.slots[setting]:.0f} --max-lora-rank {law.max_rank[setting]:.0f}"
-            f" --max-cpu-loras {max(len(part), int(law.slots[setting]))} --max-num-seqs {self.seats}"
+            f" --max-cpu-loras {max(adapters, int(law.slots[setting]))} --max-num-seqs {self.seats}"
         )
 
     def adapter_share(self, setting: int) -> float | None:
@@ -175,11 +176,12 @@ class NativeKind:
         """See `Kind`. Motet's schedulers decide; each worker starts with the adapters of its part."""
         everything = joined([part.loads for part in parts])
         place_of = {name: place for place, name in enumerate(everything.names)}
+        most = max(len(part.loads) for part in parts)
         work = everything.workload(np.random.default_rng(seed), duration_s, most_tokens=self.profile.limits.max_model_len)
         hops = self.profile.hops
         cluster = Cluster(
             work,
-            [self.worker(part) for part in parts],
+            [self.worker(part.setting, most) for part in parts],
             SchedulerSpec(),
             bus=BusDelays(assign_ms=hops.assign_ms, stream_ms=hops.frame_ms),
             seed=seed,
@@ -192,22 +194,28 @@ class NativeKind:
         seen = _Seen.by(work, cluster.metrics, everything, warm_s)
         return [seen.outcome([place_of[name] for name in part.loads.names]) for part in parts]
 
-    def worker(self, part: Part) -> WorkerSpec:
-        """The worker of the profile with its memory divided as in the part's setting."""
+    def worker(self, setting: int, adapters: int) -> WorkerSpec:
+        """The worker of the profile as its `flags` start it."""
         law, limits = self.settings, self.profile.limits
         limits = replace(
             limits,
-            adapter_bytes_total=int(law.adapter_bytes[part.setting]),
-            kv_blocks_total=int(law.kv_tokens[part.setting]) // limits.block_size,
+            adapter_bytes_total=int(law.adapter_bytes[setting]),
+            kv_blocks_total=int(law.kv_tokens[setting]) // limits.block_size,
         )
-        slots = max(self.profile.engine.max_loras, len(part.loads))
-        return dataclass_replace(self.profile.spec(), limits=limits, options=replace(self.profile.engine, max_loras=slots))
+        options = replace(self.profile.engine, max_loras=self._slots(adapters))
+        return dataclass_replace(self.profile.spec(), limits=limits, options=options)
 
-    def flags(self, setting: int, part: Loads) -> str:
+    def _slots(self, adapters: int) -> int:
+        return max(self.profile.engine.max_loras, adapters)
+
+    def flags(self, setting: int, adapters: int) -> str:
         """See `Kind`."""
-        law, limits = self.settings, self.profile.limits
-        flags = f"--max-loras {max(self.profile.engine.max_loras, len(part))} --max-lora-rank {limits.max_lora_rank}"
-        return f"{flags} --lora-memory-mib {law.adapter_bytes[setting] / MIB:.0f}"
+        law, limits, token = self.settings, self.profile.limits, token_bytes(self.profile.limits)
+        flags = (
+            f"--max-running {limits.max_running} --max-loras {self._slots(adapters)} --max-lora-rank {limits.max_lora_rank}"
+            f" --lora-memory-mib {max(1.0, law.adapter_bytes[setting] / MIB):.0f}"
+        )
+        return f"{flags} --kv-memory-gib {law.kv_tokens[setting] * token / GIB:.4g}" if token else flags
 
     def adapter_share(self, setting: int) -> float | None:
         """See `Kind`."""

@@ -43,6 +43,9 @@ class Loads:
     """Coefficient of variation of the gaps between an adapter's requests."""
     peakedness: float = 1.0
     """Variance over mean of the arrivals in `PEAK_WINDOW_S`."""
+    span_s: float = 0.0
+    windows: tuple[float, ...] = ()
+    """The rates of equal windows of a recorded workload that lasted `span_s`, relative to the planned rate."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -173,6 +176,8 @@ def from_workload(workload: Workload, objectives: Sequence[Objective], *, percen
         objectives=classes,
         cv=float(np.sqrt(max(1.0, peakedness(workload.arrival_s, edges)))),
         peakedness=peakedness(workload.arrival_s, edges),
+        span_s=span_s,
+        windows=tuple((counts / np.diff(edges) / busy).tolist()),
     )
 
 

@@ -18,15 +18,16 @@ COLUMNS = (
 )
 
 
-def html(title: str, lines: Sequence[str], plan: Plan, stairs: Mapping[str, Points], attained: Points) -> str:
-    """The page. `lines`: what was asked and found; `stairs`: workers at multiples of the load; `attained`: shares at these."""
+def html(title: str, lines: Sequence[str], plan: Plan, stairs: Mapping[str, Points], attained: Points, day: Points) -> str:
+    """The page. `lines`: what was asked and found; `stairs`: workers at multiples of the load; `attained`: shares at
+    these; `day`: workers at the hours of a trace."""
     head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
     body = "".join(f"<tr>{_row(place, worker)}</tr>" for place, worker in enumerate(plan.workers, start=1))
     text = "".join(f"<p>{escape(line)}</p>" for line in lines)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{text}"
-        f'<div class="plots">{"".join(_pictures(plan, stairs, attained))}</div>'
+        f'<div class="plots">{"".join(_pictures(plan, stairs, attained, day))}</div>'
         f"<h2>Workers</h2><table><tr>{head}</tr>{body}</table></body></html>\n"
     )
 
@@ -49,18 +50,23 @@ def _row(place: int, worker: PlannedWorker) -> str:
     return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
 
 
-def _pictures(plan: Plan, stairs: Mapping[str, Points], attained: Points) -> list[str]:
+def _pictures(plan: Plan, stairs: Mapping[str, Points], attained: Points, day: Points) -> list[str]:
     found = []
     lines = {name: points for name, points in stairs.items() if points}
     unit = "cost per hour" if plan.objective == "cost" else "workers"
     if lines:
         curves = [Curve(*np.array(points, np.float64).T) for points in lines.values()]
-        plot = Plot(caption=f"{unit} by the load", curves=curves, unit="x the load", steps=True)
+        plot = Plot(caption=f"{unit} by the load", curves=curves, unit="x the load", steps=True, plain=True)
         found.append(figure(plot, tuple(lines)))
     if attained:
         curve = Curve(*np.array(attained, np.float64).T)
-        plot = Plot(caption="Requests within their objectives by the load", curves=[curve], unit="x the load", share=True)
+        plot = Plot(
+            caption="Requests within their objectives by the load", curves=[curve], unit="x the load", share=True, plain=True
+        )
         found.append(figure(plot))
+    if day:
+        curve = Curve(*np.array(day, np.float64).T)
+        found.append(figure(Plot(caption=f"{unit} over the trace", curves=[curve], unit="hours", steps=True, plain=True)))
     shares = [worker.adapter_share for worker in plan.workers]
     if None not in shares:
         part = np.array(shares, np.float64)

@@ -10,16 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from motet.policies.plan.fleet import CannotServe, Packed
-from motet.policies.plan.packing import pack
-from motet.policies.plan.spread import spread
 
 from motet.policies.plan import fleet
 from motet.policies.plan.capacity import Limits
+from motet.policies.plan.demand import Demand
+from motet.policies.plan.fleet import CannotServe, Packed
+from motet.policies.plan.loss import taken_over, with_shares
+from motet.policies.plan.packing import pack_onto
 from motet.twin.planning.check import Result, Run, check
+from motet.twin.planning.counts import Question, workers_for
 from motet.twin.planning.kinds import Kind, Part
 from motet.twin.planning.loads import Loads
 
+Packer = Callable[[Demand, Sequence[fleet.Kind]], fleet.Packing]
+SHARED = Limits(busy=1.0, z=0.0, latency=4.0)
 ROUNDS = 6
 MOST_LOAD = 1.5
 """Up to this multiple of the load it is looked where a plan breaks."""
@@ -70,11 +74,14 @@ class Made:
     cost: float
     rounds: int
     results: tuple[Result, ...] = ()
+    left: Made | None = None
+    """What is left without the workers whose loss it survives, simulated as well."""
 
     @property
     def valid(self) -> bool:
-        """Every worker keeps its objectives in the twin."""
-        return bool(self.results) and all(result.valid for result in self.results)
+        """Every worker keeps its objectives in the twin, and so does every one that is left after a loss."""
+        whole = bool(self.results) and all(result.valid for result in self.results)
+        return whole and (self.left is None or self.left.valid)
 
     @property
     def parts(self) -> list[tuple[int, Part]]:
@@ -110,27 +117,100 @@ def make(
     """The plan. Without a trial it is the law's alone. Raises CannotServe with the reason where there is none."""
     loads = loads.faster(1.0 + goal.headroom)
     kinds = offered(offers, goal)
+    _check_ranks(loads, kinds)
+    question = Question(
+        together=frozenset(number for number, one in enumerate(offers) if one.kind.together),
+        survive=goal.survive,
+        spread=goal.objective == "latency",
+    )
     made = None
     for round_ in range(1, ROUNDS + 1):
         say(f"round {round_}: packing {len(loads):,} adapters")
         try:
-            packing = pack(loads.demand, kinds, goal=goal.objective)
+            workers = workers_for(loads.demand, kinds, question)
         except CannotServe:
             if made is None:
                 raise
             return made  # tighter limits leave no plan
-        workers = tuple(packing.workers)
         cost = sum(offers[worker.kind].cost for worker in workers)
         made = Made(loads=loads, workers=workers, kinds=tuple(kinds), cost=cost, rounds=round_)
         if trial is None:
             return made
         say(f"round {round_}: simulating {len(workers)} workers")
         made = replace(made, results=tuple(tried(made.parts, offers, trial, run)))
+        if goal.survive and made.valid:
+            say(f"round {round_}: simulating {len(workers) - goal.survive} of {len(workers)} workers")
+            left = without(made, goal.survive)
+            made = replace(made, left=replace(left, results=tuple(tried(left.parts, offers, trial, run))))
         if made.valid:
-            return made
-        kinds = tightened(made, kinds)
+            return fewer(made, offers, goal, trial, run, say)
+        kinds = tightened(made if made.left is None else made.left, kinds)
     assert made is not None
     return made
+
+
+def fewer(
+    made: Made, offers: Sequence[Offer], goal: Goal, trial: Trial, run: Run, say: Callable[[str], None] = lambda _: None
+) -> Made:
+    """The plan with fewer workers as long as the twin finds it valid, where workers share the load of all.
+
+    The law's margins for chance are those of a worker by itself. Schedulers that send requests to whoever is free need less.
+    """
+    if len(offers) != 1 or not offers[0].kind.together or goal.survive or goal.objective == "latency":
+        return made
+    setting = made.workers[0].setting
+    (kind,) = bounding(offers, goal)
+    only = replace(kind, settings=kind.settings.take(np.array([setting])))
+    while len(made.workers) > 1:
+        try:
+            packed = pack_onto(made.loads.demand, [only], [len(made.workers) - 1]).workers
+        except CannotServe:
+            return made
+        workers = tuple(
+            with_shares(
+                made.loads.demand,
+                made.kinds,
+                replace(worker, setting=setting),
+                dict(zip(worker.rows, worker.shares, strict=True)),
+            )
+            for worker in packed
+        )
+        say(f"simulating {len(workers)} workers")
+        less = replace(made, workers=workers, cost=offers[0].cost * len(workers))
+        less = replace(less, results=tuple(tried(less.parts, offers, trial, run)))
+        if not less.valid:
+            return made
+        made = less
+    return made
+
+
+def bounding(offers: Sequence[Offer], goal: Goal) -> list[fleet.Kind]:
+    """The kinds with the limits that no plan can go beyond: where workers share the load of all, without margins for chance."""
+    return [
+        replace(kind, limits=SHARED) if offer.kind.together else kind
+        for kind, offer in zip(offered(offers, goal), offers, strict=True)
+    ]
+
+
+def _check_ranks(loads: Loads, kinds: Sequence[fleet.Kind]) -> None:
+    """Raises CannotServe naming the adapter whose rank no worker takes."""
+    largest = max(float(kind.settings.max_rank.max()) for kind in kinds)
+    row = int(loads.rank.argmax())
+    if loads.rank[row] > largest:
+        raise CannotServe(
+            f"the adapter {loads.names[row]} has rank {loads.rank[row]}; the largest that a worker takes is {largest:.0f}"
+        )
+
+
+def pack_by(packer: Packer, loads: Loads, offers: Sequence[Offer], goal: Goal) -> Made:
+    """The plan of another planner, which is not tried. Raises CannotServe."""
+    loads = loads.faster(1.0 + goal.headroom)
+    kinds = offered(offers, goal)
+    workers = tuple(packer(loads.demand, kinds).workers)
+    if lacking := sum(worker.setting < 0 for worker in workers):
+        raise CannotServe(f"{lacking} of {len(workers)} workers have no memory for so many adapter slots")
+    cost = sum(offers[worker.kind].cost for worker in workers)
+    return Made(loads=loads, workers=workers, kinds=tuple(kinds), cost=cost, rounds=1)
 
 
 def tried(
@@ -209,5 +289,5 @@ def without(made: Made, lost: int) -> Made:
     """The plan when its `lost` most loaded workers are gone, and the others have taken over their adapters."""
     rates = [float((made.loads.rate[list(worker.rows)] * np.array(worker.shares)).sum()) for worker in made.workers]
     gone = set(np.argsort(rates)[-lost:].tolist()) if lost else set()
-    left = spread(made.loads.demand, made.kinds, made.workers, gone)
-    return replace(made, workers=tuple(left), results=())
+    left = taken_over(made.loads.demand, made.kinds, made.workers, gone)
+    return replace(made, workers=tuple(left), results=(), left=None)

@@ -21,7 +21,12 @@ def written(
 ) -> Plan:
     """The plan of the planner's result."""
     results: Sequence[Result | None] = made.results or [None] * len(made.workers)
-    workers = [_worker(offers[number].kind, part, result) for (number, part), result in zip(made.parts, results, strict=True)]
+    parts = made.parts
+    most = {number: max(len(part.loads) for other, part in parts if other == number) for number, _ in parts}
+    workers = []
+    for (number, part), result in zip(parts, results, strict=True):
+        kind = offers[number].kind
+        workers.append(_worker(kind, part, result, adapters=most[number] if kind.together else len(part.loads)))
     return Plan(
         motet_plan=VERSION,
         objective=goal.objective,
@@ -32,11 +37,12 @@ def written(
         workers=tuple(workers),
         cost=made.cost,
         bound=bound,
-        checked=checked(made.parts, made.results, trial, breaks) if trial is not None and made.results else None,
+        checked=checked(parts, made.results, trial, breaks, made.left) if trial is not None and made.results else None,
     )
 
 
-def _worker(kind: Kind, part: Part, result: Result | None) -> PlannedWorker:
+def _worker(kind: Kind, part: Part, result: Result | None, *, adapters: int) -> PlannedWorker:
+    """A worker of a plan, started for so many adapters."""
     law, at = kind.settings, part.setting
     verdict = judge(part.loads.demand, law)
     slots, size = float(law.slots[at]), float(law.adapter_bytes[at])
@@ -47,7 +53,7 @@ def _worker(kind: Kind, part: Part, result: Result | None) -> PlannedWorker:
             PlannedAdapter(name=part.loads.names[row], rank=int(part.loads.rank[row]), rate=float(part.loads.rate[row]))
             for row in order
         ),
-        flags=kind.flags(at, part.loads),
+        flags=kind.flags(at, adapters),
         s_max=int(law.max_rank[at]),
         a_max=int(slots) if np.isfinite(slots) else None,
         kv_tokens=int(law.kv_tokens[at]),
@@ -67,9 +73,14 @@ def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def checked(parts: Sequence[tuple[int, Part]], results: Sequence[Result], trial: Trial, breaks: Breaking | None) -> Checked:
-    """What the twin found, over all workers."""
-    arrived = sum(int(result.arrived.sum()) for result in results)
+def checked(
+    parts: Sequence[tuple[int, Part]],
+    results: Sequence[Result],
+    trial: Trial,
+    breaks: Breaking | None = None,
+    left: Made | None = None,
+) -> Checked:
+    """What the twin found, over all workers. `left`: what remains of the plan after the loss that it survives."""
     worst_name, worst = "", 1.0
     for (_, part), result in zip(parts, results, strict=True):
         shares = result.attained / np.maximum(result.arrived, 1)
@@ -80,14 +91,20 @@ def checked(parts: Sequence[tuple[int, Part]], results: Sequence[Result], trial:
     return Checked(
         seeds=len(trial.seeds),
         seconds=trial.duration_s - trial.warm_s,
-        attained=sum(int(result.attained.sum()) for result in results) / max(1, arrived),
+        attained=attained(results),
         worst_adapter=worst_name,
         worst_attained=worst,
-        valid=all(result.valid for result in results),
+        valid=all(result.valid for result in results) and (left is None or left.valid),
+        after_loss=None if left is None else attained(left.results),
         holds_to=None if breaks is None else breaks.holds_to,
         breaks_first=None if breaks is None or breaks.worker is None else breaks.worker + 1,
         breaks_by="" if breaks is None else breaks.missed,
     )
+
+
+def attained(results: Sequence[Result]) -> float:
+    """The share of all requests that attained their objectives."""
+    return sum(int(result.attained.sum()) for result in results) / max(1, sum(int(result.arrived.sum()) for result in results))
 
 
 def parts_of(plan: Plan, loads: Loads, offers: Sequence[Offer]) -> tuple[list[tuple[int, Part]], float]:

@@ -9,7 +9,7 @@ from motet.policies.plan.capacity import judge
 from motet.shared.model import Slo
 from motet.twin.cluster import Cluster
 from motet.twin.events import PS_PER_S
-from motet.twin.planning.kinds import NativeKind, Part, VllmKind
+from motet.twin.planning.kinds import NativeKind, VllmKind
 from motet.twin.planning.loads import Loads, Objective, capped
 from motet.twin.profile import a10_llama2_7b
 from motet.twin.vllm.client import Requests
@@ -66,7 +66,7 @@ def test_the_capacity_of_a_native_worker_is_the_twins(prompt: int, output: int, 
     kind, one = NativeKind(name="a10", profile=a10_llama2_7b()), loads(32, 16, prompt, output)
     capacity = float(judge(one.demand, kind.settings).capacity[0])
     work = one.faster(OVERLOAD * capacity).workload(np.random.default_rng(1), 600.0)
-    cluster = Cluster(work, [kind.worker(Part(setting=0, loads=one))], None)
+    cluster = Cluster(work, [kind.worker(0, len(one))], None)
     cluster.run(until_s=600.0)
     done = (cluster.metrics.end_ps > 100 * PS_PER_S) & (cluster.metrics.end_ps < 600 * PS_PER_S)
     tokens_s = float((work.prompt_tokens + work.output_tokens)[done].sum()) / 500.0

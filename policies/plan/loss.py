@@ -9,14 +9,14 @@ import numpy as np
 
 from motet.policies.plan.capacity import judge
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import CannotServe, Kind, Packed, at_settings
+from motet.policies.plan.fleet import CannotServe, Kind, Packed
 
 
-def spread(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed], gone: Collection[int]) -> list[Packed]:
+def taken_over(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed], gone: Collection[int]) -> list[Packed]:
     """The workers that are left, with the adapters of those that are `gone`.
 
-    An adapter that has no worker any more goes to the one that is strained least with it, those with the largest rates first. One
-    that has copies elsewhere is shared by these. Settings stay. Raises CannotServe if no worker takes an adapter's rank.
+    An adapter that has no worker any more goes to the one that is strained least with it, those with the largest rates first.
+    One that has copies elsewhere is shared by these. Settings stay. Raises CannotServe if no worker takes an adapter's rank.
     """
     left = [worker for place, worker in enumerate(workers) if place not in gone]
     shares = [dict(zip(worker.rows, worker.shares, strict=True)) for worker in left]
@@ -43,7 +43,7 @@ def with_shares(demand: Demand, kinds: Sequence[Kind], worker: Packed, shares: M
     part = [shares[row] for row in rows]
     taken = demand.take(rows)
     kind, at = kinds[worker.kind], np.array([worker.setting])
-    said = judge(replace(taken, rate=taken.rate * np.array(part)), kind.settings.take(at), at_settings(kind.limits, at))
+    said = judge(replace(taken, rate=taken.rate * np.array(part)), kind.settings.take(at), kind.limits.at(at))
     return replace(
         worker,
         rows=tuple(rows),
