@@ -1,9 +1,9 @@
 """The workers that the law proposes, where packing alone is not the answer.
 
-    together    kinds that `motet up` starts with one setting: that of most workers, for all
-    survive     N of W workers may be gone: they are packed for W / (W - N) of the load, each takes every rank, and there are so
-                many at least. The smallest W for which that is enough
-    spread      the lowest latencies: all workers that there can be, strained alike
+together    kinds that `motet up` starts with one setting: that of most workers, for all
+survive     N of W workers may be gone: they are packed for W / (W - N) of the load, each takes every rank, and there are so
+            many at least. The smallest W for which that is enough
+spread      the lowest latencies: all workers that there can be, strained alike
 """
 
 from __future__ import annotations
