@@ -240,6 +240,12 @@ class Live:
             lost=answers.lost,
         )
 
+    def restart(self, variables: Mapping[str, str]) -> None:
+        """Replace the workers by ones with these MOTET_* variables, and bring every adapter to their devices."""
+        workers = [name for name in self._mesh.facts.services if name.startswith("worker")]
+        self._mesh.replace({**variables, "MOTET_POLICY": "round-robin"}, "scheduler-1", *workers)
+        self._warm()
+
     def begin(self, policy: str) -> None:
         """Replace scheduler and predictor by ones that know nothing yet."""
         self._mesh.replace({"MOTET_POLICY": policy}, "scheduler-1", "predictor")

@@ -1,12 +1,13 @@
 """A plan of `motet plan` on live workers: what they attain as planned and at 1.2 times the load, beside what the twin predicts.
 
-The workers are those of `bench cluster_live`: real engines of the demo model whose steps take as long as `PACE` says. The plan is
-made for a profile with the limits that such a worker announces and its pace as step times. The load is the largest that the law
-gives four workers, less 3% at a time until the plan that the twin has verified has four, too. The objective is tight enough that
-1.2 times the load is beyond it.
+The workers are those of `bench cluster_live`: real engines of the demo model whose steps take as long as `PACE` says. The plan
+is made for a profile with the limits that such a worker announces and its pace as step times. The load is the largest that the
+law gives four workers, less 3% at a time until the plan that the twin has verified has four, too. The objective is tight enough
+that 1.2 times the load is beyond it.
 
-The workers are then started with the plan's flags and get requests drawn as the planner draws them. The twin gets the same ones.
-A request attains its objectives when its whole answer came with both times in them; refused ones do not.
+The workers are then started again with the plan's flags, and get requests that are drawn as the planner draws them. The twin
+gets the same ones. A request attains its objectives when its whole answer came and both times are within them; a refused one
+does not.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from motet.twin.worker_spec import WorkerSpec
 WORKERS, ADAPTERS = 4, 64
 OBJECTIVE = Objective(slo=Slo(ttft_slo_ms=300.0, tpot_slo_ms=45.0), share=0.98)
 FACTORS = (1.0, 1.2)
-MOST_RATE, NEAR, LESS = 100.0, 1.03, 0.97
+MOST_RATE, NEAR, QUICK_NEAR, LESS = 100.0, 1.03, 1.2, 0.97
 TRIAL = Trial(seeds=(1, 2), warm_s=20.0, duration_s=200.0)
 QUICK = Trial(seeds=(1,), warm_s=2.0, duration_s=20.0)
 SEED = 1001
 """Of the requests that live workers get; the plan was made with others."""
 WARM_S, DURATION_S, LEARN_S = 20.0, 150.0, 30.0
-QUICK_S = 5.0
+QUICK_S = 4.0
 LIVE = {"MOTET_POLICY": "motet", "MOTET_ADMISSION": "objective", "MOTET_REBALANCE": "auto"}
 """The defaults of `motet up`, which the twin simulates."""
 LoadsAt = Callable[[float], Loads]
@@ -69,40 +70,30 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plan, serve, simulate; print the table, return the figures."""
     quick, wanted = args.quick, 2 if args.quick else WORKERS
     shares, lengths = popularity_and_lengths(None, 10 if quick else ADAPTERS)
-    setting = Setting(workers=1, seats=SEATS, pace=PACE, rate=1.0, requests=1, seed=1, shares=shares, lengths=lengths)
-    with Live.started(setting) as one:
-        kind, sizes = paced_kind(one.snapshots()[0].limits), one.sizes()
-
-    def loads(rate: float) -> Loads:
-        return loads_of(setting, sizes, rate)
-
-    with processes() as simulate:
-        rate, made = largest(loads, Offer(kind=kind), wanted, QUICK if quick else TRIAL, simulate)
-    flags = written(made, [Offer(kind=kind)], Goal(), None, bound=None, breaks=None).workers[0].flags
-    print(f"{wanted} workers for {rate:.4g} requests/s, started with {flags}", flush=True)
-
-    parts = [part for _, part in made.parts]
-    warm_s, duration_s = (0.0, QUICK_S) if quick else (WARM_S, DURATION_S)
-    with Live.started(dataclass_replace(setting, workers=wanted), variables(flags) | LIVE) as cluster:
+    setting = Setting(workers=wanted, seats=SEATS, pace=PACE, rate=1.0, requests=1, seed=1, shares=shares, lengths=lengths)
+    with Live.started(setting, LIVE) as cluster:
+        kind, sizes = paced_kind(cluster.snapshots()[0].limits), cluster.sizes()
+        with processes() as simulate:
+            plan = largest(lambda rate: loads_of(setting, sizes, rate), Offer(kind=kind), wanted, simulate, quick=quick)
+        print(f"{wanted} workers for {plan.rate:.4g} requests/s, started with {plan.flags}", flush=True)
+        parts = [part for _, part in plan.made.parts]
+        warm_s, duration_s = (0.0, QUICK_S) if quick else (WARM_S, DURATION_S)
+        cluster.restart(variables(plan.flags))
         announced = all(as_planned(word.limits, kind, parts[0]) for word in cluster.snapshots())
         ask(cluster, kind, parts, seed=args.seed + 1, duration_s=QUICK_S if quick else LEARN_S)
-        found = []
-        for number in args.watch.rounds(len(FACTORS), at_least=len(FACTORS)):
-            some = faster(parts, FACTORS[number])
-            answers = ask(cluster, kind, some, seed=args.seed, duration_s=duration_s)
-            work = kind.requests(some, seed=args.seed, duration_s=duration_s)
-            everything = joined([part.loads for part in some])
-            live = Seen.of(work, everything, warm_s, done=answers.whole, ttft_ms=answers.ttft_ms, tpot_ms=answers.tpot_ms)
-            twin = kind.seen(some, seed=args.seed, warm_s=warm_s, duration_s=duration_s)
-            found.append(Pair(factor=FACTORS[number], live=Side.of(live), twin=Side.of(twin), answers=answers))
-            print(f"  {FACTORS[number]:g} x: live {found[-1].live.attained}, twin {found[-1].twin.attained}", flush=True)
-    print(report.table(f"{wanted} live workers and their twin, {rate:.4g} requests/s as planned", COLUMNS, list(rows(found))))
+        found = [
+            compared(cluster, kind, parts, FACTORS[number], args.seed, warm_s, duration_s)
+            for number in args.watch.rounds(len(FACTORS), "loads", at_least=len(FACTORS))
+        ]
+    print(
+        report.table(f"{wanted} live workers and their twin, {plan.rate:.4g} requests/s as planned", COLUMNS, list(rows(found)))
+    )
     return figures(found) | {
         "workers": wanted,
-        "requests_per_s": round(rate, 3),
+        "requests_per_s": round(plan.rate, 3),
         "objective": {"share": OBJECTIVE.share, "ttft_ms": OBJECTIVE.slo.ttft_slo_ms, "tpot_ms": OBJECTIVE.slo.tpot_slo_ms},
-        "planned_rounds": made.rounds,
-        "flags": flags,
+        "planned_rounds": plan.made.rounds,
+        "flags": plan.flags,
         "announced_as_planned": announced,
         "seconds": duration_s - warm_s,
         "seed": args.seed,
@@ -135,28 +126,35 @@ def loads_of(setting: Setting, sizes: dict[str, int], rate: float) -> Loads:
     )
 
 
-def largest(loads: LoadsAt, offer: Offer, workers: int, trial: Trial, simulate: Run) -> tuple[float, Made]:
-    """(requests/s, plan): about the largest load for which a plan that the twin has verified needs exactly so many workers."""
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan for so many requests/s, and the flags of its workers."""
 
-    def planned(rate: float, tried: Trial | None) -> Made | None:
+    rate: float
+    made: Made
+    flags: str
+
+
+def largest(loads: LoadsAt, offer: Offer, workers: int, simulate: Run, *, quick: bool) -> Planned:
+    """About the largest load for which a plan that the twin has verified needs exactly so many workers."""
+
+    def made_for(rate: float, trial: Trial | None) -> Made | None:
         try:
-            return make(loads(rate), [offer], Goal(), tried, simulate)
+            made = make(loads(rate), [offer], Goal(), trial, simulate)
         except CannotServe:
             return None
+        return made if len(made.workers) <= workers else None
 
     low, high = 1.0, MOST_RATE
-    while high / low > NEAR:
+    while high / low > (QUICK_NEAR if quick else NEAR):
         rate = (low * high) ** 0.5
-        made = planned(rate, None)
-        low, high = (rate, high) if made is not None and len(made.workers) <= workers else (low, rate)
-    while True:
-        made = planned(low, trial)
-        if made is not None and made.valid and len(made.workers) <= workers:
-            break
+        low, high = (rate, high) if made_for(rate, None) is not None else (low, rate)
+    while (made := made_for(low, QUICK if quick else TRIAL)) is None or not made.valid:
         low *= LESS
     if len(made.workers) < workers:
         raise SystemExit(f"no load near {low:.3g} requests/s needs {workers} workers")
-    return low, made
+    flags = written(made, [offer], Goal(), None, bound=None, breaks=None).workers[0].flags
+    return Planned(rate=low, made=made, flags=flags)
 
 
 def variables(flags: str) -> dict[str, str]:
@@ -175,17 +173,27 @@ def as_planned(limits: WorkerLimits, kind: NativeKind, part: Part) -> bool:
 # ---- the comparison
 
 
-def faster(parts: Sequence[Part], factor: float) -> list[Part]:
-    """The parts at a multiple of their load."""
-    return [dataclass_replace(part, loads=part.loads.faster(factor)) for part in parts]
-
-
 def ask(cluster: Live, kind: NativeKind, parts: Sequence[Part], *, seed: int, duration_s: float) -> Answers:
     """The live workers' answers to the requests of the parts, from a scheduler that knows nothing yet."""
     cluster.begin(LIVE["MOTET_POLICY"])
     work = kind.requests(parts, seed=seed, duration_s=duration_s)
     names = joined([part.loads for part in parts]).names
     return cluster.answers(work, names, most_tokens=SchedulerSpec().max_tokens)
+
+
+def compared(
+    cluster: Live, kind: NativeKind, parts: Sequence[Part], factor: float, seed: int, warm_s: float, duration_s: float
+) -> Pair:
+    """Live workers and simulated ones with the same requests, at a multiple of the planned load."""
+    parts = [dataclass_replace(part, loads=part.loads.faster(factor)) for part in parts]
+    answers = ask(cluster, kind, parts, seed=seed, duration_s=duration_s)
+    work = kind.requests(parts, seed=seed, duration_s=duration_s)
+    everything = joined([part.loads for part in parts])
+    live = Seen.of(work, everything, warm_s, done=answers.whole, ttft_ms=answers.ttft_ms, tpot_ms=answers.tpot_ms)
+    twin = kind.seen(parts, seed=seed, warm_s=warm_s, duration_s=duration_s)
+    pair = Pair(factor=factor, live=Side.of(live), twin=Side.of(twin), answers=answers)
+    print(f"  {factor:g} x: live {pair.live.attained}, twin {pair.twin.attained}", flush=True)
+    return pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
