@@ -37,7 +37,7 @@ from motet.shared.model import Slo
 from motet.twin.planning.check import Run
 from motet.twin.planning.kinds import NativeKind, Part, VllmKind
 from motet.twin.planning.loads import Loads, Objective, capped
-from motet.twin.planning.planner import Goal, Made, Offer, Trial, make, offered, pack_by, tried
+from motet.twin.planning.planner import Goal, Made, Offer, Trial, bounding, make, pack_by, tried
 from motet.twin.profile import a10_llama2_7b
 from motet.twin.traces import Trace, read_lengths, read_trace
 from motet.twin.vllm.published import published
@@ -111,7 +111,7 @@ def _scenarios(args: argparse.Namespace, simulate: Run) -> dict[str, Any]:
     for number in args.watch.rounds(len(cases), "scenarios"):
         case = cases[number]
         offers, goal = [case.offer], Goal()
-        found, took_s = _timed(bound, case.loads.demand, offered(offers, goal))
+        found, took_s = _timed(bound, case.loads.demand, bounding(offers, goal))
         least = found.value
         bound_s.append(took_s)
         _, took_s = _timed(make, case.loads, offers, goal, None, simulate)

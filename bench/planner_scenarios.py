@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.policies.plan.demand import Demand
+from motet.shared.model import Slo
+from motet.twin.planning.loads import Loads, Objective
+from motet.twin.workload import Lengths
 
 RATES = {
     "high": (2.4, 1.2, 0.6, 0.3, 0.15),
@@ -35,20 +38,30 @@ class Scenario:
         """As printed."""
         return f"{self.rates} rates, {self.ranks} ranks, {self.adapters}"
 
-    def demand(self, seed: int = 0) -> Demand:
-        """Adapters whose rates and ranks are drawn independently."""
+    def loads(self, *, rate: float = 1.0, ttft_slo_ms: float = TTFT_SLO_MS, seed: int = 0) -> Loads:
+        """Adapters whose rates and ranks are drawn independently. `rate`: a factor on all rates."""
         chance = np.random.default_rng([seed, self.adapters])
-        rank = chance.choice(RANKS[self.ranks], self.adapters).astype(np.float64)
-        return Demand.of(
-            chance.choice(RATES[self.rates], self.adapters),
-            rank=rank,
-            size_bytes=rank * MIB_PER_RANK * 2**20,
-            prompt_tokens=PROMPT_TOKENS,
-            output_tokens=OUTPUT_TOKENS,
-            output_square=OUTPUT_TOKENS**2 + OUTPUT_DEVIATION**2,
-            ttft_slo_ms=TTFT_SLO_MS,
-            tpot_slo_ms=TPOT_SLO_MS,
+        rank = chance.choice(RANKS[self.ranks], self.adapters)
+        pool = Lengths.lognormal(
+            np.random.default_rng(0),
+            prompt_mean=PROMPT_TOKENS,
+            output_mean=OUTPUT_TOKENS,
+            output_cv=OUTPUT_DEVIATION / OUTPUT_TOKENS,
         )
+        return Loads(
+            names=tuple(f"adapter-{place:05d}" for place in range(self.adapters)),
+            rate=chance.choice(RATES[self.rates], self.adapters) * rate,
+            rank=rank,
+            size_bytes=np.rint(rank * MIB_PER_RANK * 2**20).astype(np.int64),
+            pool=np.zeros(self.adapters, np.int64),
+            objective=np.zeros(self.adapters, np.int64),
+            lengths=(pool,),
+            objectives=(Objective(slo=Slo(ttft_slo_ms=ttft_slo_ms, tpot_slo_ms=TPOT_SLO_MS)),),
+        )
+
+    def demand(self, seed: int = 0) -> Demand:
+        """The same for the law."""
+        return self.loads(seed=seed).demand
 
 
 def scenarios() -> Iterator[Scenario]:

@@ -16,7 +16,7 @@ from motet.policies.plan.rivals import RIVALS
 from motet.shared.plan import Plan
 from motet.twin.planning.check import Run
 from motet.twin.planning.loads import Loads
-from motet.twin.planning.planner import Goal, Made, Offer, Trial, breaking, make, offered, pack_by, tried, without
+from motet.twin.planning.planner import Goal, Made, Offer, Trial, bounding, breaking, make, pack_by, tried, without
 from motet.twin.planning.study import attained, explained, written
 
 STAIRS = tuple(round(0.25 * step, 2) for step in range(1, 13))
@@ -64,7 +64,7 @@ class Cases:
         """The bound; with workers that may be gone, the others alone cost as much."""
         if self.goal.objective == "latency":
             return None
-        kinds = offered(self.offers, self.goal)
+        kinds = bounding(self.offers, self.goal)
         return bound(loads.demand, kinds).value + self.goal.survive * min(kind.cost for kind in kinds)
 
     def explained(self, made: Made, adapter: str) -> list[str]:

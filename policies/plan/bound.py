@@ -166,10 +166,7 @@ class _Program:
             able = self._able(found.worth, cost)
             value = max(value, found.value / max(1.0, float(able.max())))
             better = np.flatnonzero(able > 1.0 + TOLERANCE)
-            if not (len(better) or len(rough)) or (
-                not len(rough)
-                and (found.value < NEAR * value or (found.value < CLOSE * value and np.ceil(found.value) == np.ceil(value)))
-            ):
+            if not len(rough) and (not len(better) or _close(value, found.value)):
                 break
             if self.active.sum() > KEPT:
                 self.active &= self.used
@@ -187,13 +184,12 @@ class _Program:
         return ordered[np.sort(alike[place < EACH])[:ADDED]]
 
     def _able(self, worth: Floats, cost: Floats) -> Floats:
-        """The worth of what a worker of each cell can serve at most, over its cost. The best are divided until they are fine."""
+        """The worth of what a worker of each cell can serve at most, over its cost. Of wide cells the best are divided."""
         able = np.empty(0)
         for left in reversed(range(PASSES)):
             fresh = np.arange(len(able), len(self.cells))
-            able = np.concatenate(
-                [able, self._worth(worth, cost[self.cells.kind[fresh]], fresh) / cost[self.cells.kind[fresh]]]
-            )
+            costs = cost[self.cells.kind[fresh]]
+            able = np.concatenate([able, self._worth(worth, costs, fresh) / costs])
             able[self.active] = 0.0
             best = max(1.0 + TOLERANCE, 0.5 + 0.5 * float(able.max()))
             wide = np.flatnonzero((able > best) & self.cells.wide())
@@ -286,6 +282,11 @@ class _Program:
         prices[kinds] -= solved.ineqlin.marginals[limit:]
         left_over = float(solved.x[shares + len(cells) :].max())
         return _Found(float(solved.fun), workers, served, solved.eqlin.marginals / count, prices, left_over)
+
+
+def _close(bound: float, solution: float) -> bool:
+    """Whether a bound is near enough to the solution."""
+    return solution < NEAR * bound or (solution < CLOSE * bound and np.ceil(solution) == np.ceil(bound))
 
 
 def _served(shares: int, cells: int, classes: int) -> Rows:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.plan.capacity import BATCHES, Mix, Settings
+from motet.policies.plan.capacity import BATCHES, LEAST_STIFFNESS, Mix, Settings
 from motet.policies.plan.demand import Demand, Floats
-from motet.policies.plan.fleet import Kind, Rows, at_settings
+from motet.policies.plan.fleet import Kind, Rows
+from motet.policies.plan.latencies import most_of
 
 RANGES = ("batch", "used", "adapters")
 FINE = np.array([1.04, 1.12, 1.25])
@@ -77,18 +80,19 @@ def joined(parts: Sequence[Cells]) -> Cells:
 def first(of: Demand, at: int, kind: Kind) -> Cells:
     """Coarse cells of the kind with index `at`, which together hold every state that its limits allow."""
     most = _batch_most(of, kind.settings)
-    half = 0.5 * np.asarray(kind.limits.z) * np.sqrt(of.peakedness)
-    busiest = (np.sqrt(half**2 + most) - half) ** 2  # B + z sqrt(c B) = most
+    z = np.broadcast_to(kind.limits.z, len(most))
+    half = 0.5 * z * np.sqrt(of.peakedness)
+    busiest = (np.sqrt(np.maximum(half**2 + most - _beyond(z), 0.0)) - half) ** 2  # B + z sqrt(c B) + ... = most
     adapters = of.adapters
-    found = []
+    found = list[tuple[float, ...]]()
     for setting, slots in enumerate(kind.settings.slots.tolist()):
-        if most[setting] < 1.0:
+        if most[setting] < 1.0 or busiest[setting] <= 0.0:
             continue
         for batch in _ranges(2.0, float(busiest[setting])):
             for used in _ranges(2.0, min(slots, batch[1], adapters)):
                 fit = [one for one in _ranges(8.0, min(slots, adapters), 4.0) if one[1] >= used[0]]
-                for served in (*fit, *(_ranges(slots, adapters, 2.0)[1:] if adapters > slots else ())):
-                    found.append((at, setting, *batch, *used, *served))
+                beyond = _ranges(slots, adapters)[1:] if adapters > slots else []
+                found += [(at, setting, *batch, *used, *served) for served in (*fit, *beyond)]
     columns = np.array(found, dtype=np.float64).reshape(-1, 8)
     whole = columns[:, :2].astype(np.intp)
     return Cells(whole[:, 0], whole[:, 1], columns[:, 2:4], columns[:, 4:6], columns[:, 6:8])
@@ -99,7 +103,12 @@ def _ranges(begin: float, end: float, ratio: float = COARSE) -> list[tuple[float
     edges = [0.0, min(begin, end)]
     while edges[-1] < end:
         edges.append(min(edges[-1] * ratio, end))
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
+
+
+def _beyond(z: Floats) -> Floats:
+    """What `latencies.most_of` adds to a mean and z deviations."""
+    return most_of(np.zeros(len(z)), np.zeros(len(z)), z)
 
 
 def _context(of: Demand) -> Floats:
@@ -109,9 +118,10 @@ def _context(of: Demand) -> Floats:
 
 def _batch_most(of: Demand, settings: Settings) -> Floats:
     """The largest batch with the lengths that need the least room, [settings]."""
-    held = float(_context(of).min()) + settings.block_tokens / 2
+    held = float(_context(of).min()) + settings.block_tokens / 2 + settings.headroom_tokens
     ratio = float((of.prompt_tokens / of.output_tokens).min())
-    return np.minimum(settings.kv_tokens / held, min(settings.seats, settings.step_tokens / (1.0 + ratio)))
+    most = np.maximum(settings.kv_tokens - float(of.prompt_tokens.min()), 0.0) / held
+    return np.minimum(most, min(settings.seats, settings.step_tokens / (1.0 + ratio)))
 
 
 class States:
@@ -169,13 +179,15 @@ class States:
     def rows(self, cells: Cells) -> Floats:
         """What an adapter of each class needs of a worker, as shares of what the worker has, [cells, ROWS, classes]."""
         of, settings = self.of, self.kind.settings.take(cells.setting)
-        limits = at_settings(self.kind.limits, cells.setting)
+        limits = self.kind.limits.at(cells.setting)
         step_s = self._at(cells, 0)
         inside_s, within = self._within(cells, step_s)
         token_s = inside_s.min(axis=(1, 2))
         tokens, lora = of.rate * of.output_tokens, (of.rank > 0).astype(np.float64)
         used = lora * -np.expm1(-np.multiply.outer(token_s, tokens))
-        root = np.minimum(np.asarray(limits.z) / np.sqrt(np.maximum(_variance_most(cells), 1.0)), 1.0)[:, None]
+        z = np.broadcast_to(limits.z, len(cells))
+        stiffness, row_s = self._stiffness(cells, step_s, within)
+        root = np.minimum(z / np.sqrt(stiffness * np.maximum(_variance_most(cells), 1.0)), 1.0)[:, None]
         slots = settings.slots
         scarce = cells.adapters[:, 1] > slots
         missed = self._missed(cells, token_s, np.where(scarce & self.kind.settings.steps.stalls, slots, np.inf))
@@ -188,24 +200,37 @@ class States:
         rows[:, 2] = self._with_copies(busy, room, none, missed)
         rows[:, 3] = self._with_copies(busy, room, copied, missed)
         rows[:, 4] = used / np.maximum(cells.used[:, 1], 1e-9)[:, None]
-        rows[:, 5] = np.where(scarce[:, None], used * (1.0 + root * (1.0 - used)) / slots[:, None], 0.0)
+        free = np.where(scarce, np.maximum(slots - _beyond(z), 1e-9), np.inf)
+        rows[:, 5] = used * (1.0 + root * (1.0 - used)) / free[:, None]
         rows[:, 6] = used * of.size_bytes / settings.adapter_bytes[:, None]
         rows[:, 7] = lora / cells.adapters[:, 1][:, None]
         latency = np.broadcast_to(limits.latency, len(cells))
         mixed_s = np.where(within, self.mixed_s[cells.setting], np.inf).min(axis=(1, 2))
-        tpot_ms, ttft_ms = token_s * 1e3 / latency, (0.5 * token_s + mixed_s) * 1e3 / latency
+        low = cells.batch[:, 0]
+        deviation = np.sqrt(of.peakedness * low / stiffness)
+        wave_s = NormalDist().inv_cdf(min(max(float(of.share.min()), 0.5), 1.0 - 1e-6)) * row_s * deviation
+        tpot_ms, ttft_ms = (token_s + wave_s) * 1e3 / latency, (token_s + mixed_s + wave_s) * 1e3 / latency
         never = (tpot_ms[:, None] > of.tpot_slo_ms) | (ttft_ms[:, None] > of.ttft_slo_ms)
+        never |= (most_of(low, deviation, z) > self.batch_most[cells.setting])[:, None]
         never |= (of.rank > settings.max_rank[:, None]) | (of.size_bytes > settings.adapter_bytes[:, None])
         return np.where(never[:, None, :], NEVER, rows)
+
+    def _stiffness(self, cells: Cells, step_s: Floats, within: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """(at most the stiffness, at least the seconds that one more request adds to a step) of each cell."""
+        batches = self.batches[cells.setting][:, :, None]
+        row_s = np.gradient(step_s, axis=1) / np.gradient(batches, axis=1)
+        stiffness = np.clip(1.0 - batches * row_s / self._at(cells, 1), LEAST_STIFFNESS, 1.0)
+        least_s = np.where(within, row_s, np.inf).min(axis=(1, 2))
+        return np.where(within, stiffness, 0.0).max(axis=(1, 2)), np.maximum(least_s, 0.0)
 
     def _at(self, cells: Cells, end: int) -> Floats:
         """Steps with the least (0) or the most (1) adapters of the cells, seconds [cells, batches, alike]."""
         used, served = (ranges[:, end][:, None, None] for ranges in (cells.used, cells.adapters))
         none, fixed, per_used, per_served, per_both = np.moveaxis(self.step_s[cells.setting], 1, 0)
         some = fixed + per_used * used + (per_served + per_both * used) * served
-        return np.where(used > 0, some, np.minimum(none, some))
+        return np.asarray(np.where(used > 0, some, np.minimum(none, some)))
 
-    def _within(self, cells: Cells, step_s: Floats) -> tuple[Floats, Floats]:
+    def _within(self, cells: Cells, step_s: Floats) -> tuple[Floats, NDArray[np.bool_]]:
         """(steps at the ends of the cells' batches and between, whether a batch is next to those of its cell)."""
         low, high = cells.batch[:, 0][:, None], cells.batch[:, 1][:, None]
         batches = self.batches[cells.setting]
@@ -219,7 +244,7 @@ class States:
         return inside_s, near[:, :, None]
 
     def _served(self, cells: Cells, step_s: Floats) -> tuple[Floats, Floats]:
-        """(needs, room) of the time of a batch, where a worker runs the most requests of its cell: [cells, classes], [cells]."""
+        """(needs, room) of the time of a batch where a worker runs the most requests, [cells, classes] and [cells]."""
         batches = self.batches[cells.setting][:, :, None]
         rates = np.maximum.accumulate(batches / step_s, axis=1)
         most = cells.batch[:, 1]

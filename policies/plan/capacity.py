@@ -169,7 +169,7 @@ def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Flo
     context = prompt + loads.mean("square") / (2.0 * output)
     most = np.stack(
         np.broadcast_arrays(
-            np.maximum(settings.kv_tokens - prompt, 0.0) / (context + settings.block_tokens / 2 + settings.headroom_tokens),
+            np.maximum(settings.kv_tokens - prompt, 1e-6) / (context + settings.block_tokens / 2 + settings.headroom_tokens),
             settings.seats,
             settings.step_tokens / (1.0 + prompt / output),
         )

@@ -73,10 +73,11 @@ def _rounded(columns: Floats, ratio: float) -> Floats:
 def _on_grid(rate: Floats, count: Floats, most: int) -> tuple[Floats, Floats]:
     """(rates, counts) of at most `most` points with the same number and the same sum of rates."""
     distinct = np.unique(rate)
-    grid = distinct if len(distinct) <= most else np.geomspace(distinct[0], distinct[-1], most)
+    grid: Floats = distinct if len(distinct) <= most else np.geomspace(distinct[0], distinct[-1], most)
     if len(grid) == 1:
         return grid, np.array([count.sum()])
     after = np.clip(np.searchsorted(grid, rate), 1, len(grid) - 1)
     share = np.clip((rate - grid[after - 1]) / (grid[after] - grid[after - 1]), 0.0, 1.0)
-    low = np.bincount(after - 1, weights=count * (1.0 - share), minlength=len(grid))
-    return grid, low + np.bincount(after, weights=count * share, minlength=len(grid))
+    low: Floats = np.bincount(after - 1, weights=count * (1.0 - share), minlength=len(grid))
+    high: Floats = np.bincount(after, weights=count * share, minlength=len(grid))
+    return grid, low + high

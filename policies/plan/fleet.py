@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ class Kind:
     settings: Settings
     cost: float = 1.0
     most: int | None = None  # workers; None: any number
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     def tightened(self, setting: int, limits: Limits) -> Kind:
         """The kind with lower limits for every setting whose largest rank is that of `setting`.
@@ -101,7 +101,11 @@ class Adapters:
 
     def __init__(self, demand: Demand, kinds: Sequence[Kind]) -> None:
         self.demand, self.kinds = demand, kinds
-        self.loads = [Loads.of(demand, _copy_ms(demand, kind)) for kind in kinds]
+        shapes = [(len(kind.settings), len(demand)) for kind in kinds]
+        copies = [
+            np.broadcast_to(kind.settings.steps.copy_ms(demand), shape) for kind, shape in zip(kinds, shapes, strict=True)
+        ]
+        self.loads = [Loads.of(demand, copy_ms) for copy_ms in copies]
         self.tokens = demand.rate * demand.output_tokens  # output tokens/s of each
         self._able: dict[tuple[int, float], tuple[Rows, Settings, Limits]] = {}
 
@@ -128,11 +132,13 @@ class Adapters:
         return able, judge_sets(load, settings, limits, copy_ms=load.copies[0, able]) if len(able) else None
 
     def _settings(self, kind: int, rank: float) -> tuple[Rows, Settings, Limits]:
+        """The settings with the smallest largest rank that holds this one. A larger one only costs more."""
         key = (kind, rank)
         if key not in self._able:
             one = self.kinds[kind]
-            rows = np.flatnonzero(one.settings.max_rank >= rank)
-            self._able[key] = rows, one.settings.take(rows), at_settings(one.limits, rows)
+            ranks = one.settings.max_rank
+            rows = np.flatnonzero(ranks == ranks.min(where=ranks >= rank, initial=np.inf))
+            self._able[key] = rows, one.settings.take(rows), one.limits.at(rows)
         return self._able[key]
 
     def strains(self, kind: int, loads: Loads, settings: Rows) -> Floats:
@@ -142,7 +148,7 @@ class Adapters:
     def _verdict(self, kind: int, loads: Loads, settings: Rows) -> Verdict:
         one = self.kinds[kind]
         copy_ms = loads.copies[np.arange(len(loads)), settings]
-        return judge_sets(loads, one.settings.take(settings), at_settings(one.limits, settings), copy_ms=copy_ms)
+        return judge_sets(loads, one.settings.take(settings), one.limits.at(settings), copy_ms=copy_ms)
 
     def packed(self, kind: int, rows: Iterable[int], setting: int | None = None) -> Packed:
         """What the law says of a worker with these rows, with its best setting if none is given."""
@@ -158,17 +164,3 @@ class Adapters:
             limit=said.limit(0),
             **{name: float(getattr(said, name)[0]) for name in facts},
         )
-
-
-def _copy_ms(demand: Demand, kind: Kind) -> Floats:
-    """The time to copy an adapter, [settings, rows], also where it is the same for all settings."""
-    return np.broadcast_to(kind.settings.steps.copy_ms(demand), (len(kind.settings), len(demand)))
-
-
-def at_settings(limits: Limits, settings: Rows) -> Limits:
-    """The limits of some settings."""
-
-    def column(values: float | Floats) -> float | Floats:
-        return values[settings] if isinstance(values, np.ndarray) else values
-
-    return Limits(busy=column(limits.busy), z=column(limits.z), latency=column(limits.latency))

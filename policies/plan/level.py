@@ -41,49 +41,64 @@ def level(adapters: Adapters, workers: list[Worker], steps: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """An adapter that goes to another worker, and one that comes from there, or none."""
+    """Adapters that go to another worker, and those that come from there."""
 
-    row: int
+    rows: tuple[int, ...]
     to: int
-    back: int | None
+    back: tuple[int, ...] = ()
 
 
 def _best(adapters: Adapters, workers: list[Worker], at: int, others: list[int]) -> _Move | None:
-    """The move that lowers the larger strain of two workers the most, with the settings that they have."""
+    """The move that lowers the larger strain of two workers the most, with the settings that they have.
+
+    The other worker may take the setting of the first instead.
+    """
     one = workers[at]
     moves = [move for other in others for move in _candidates(adapters, one, workers[other], other)]
     if not moves:
         return None
     here, there = [], []
     for move in moves:
-        mine, theirs = adapters.loads[one.kind], adapters.loads[workers[move.to].kind]
-        left = one.load.without_each(mine.take([move.row]))
-        come = workers[move.to].load.with_each(theirs.take([move.row]))
-        here.append(left if move.back is None else left.with_each(mine.take([move.back])))
-        there.append(come if move.back is None else come.without_each(theirs.take([move.back])))
+        other = workers[move.to]
+        here.append(_exchanged(adapters, one.kind, one.load, move.rows, move.back))
+        there.append(_exchanged(adapters, other.kind, other.load, move.back, move.rows))
     strains = adapters.strains(one.kind, Loads.stack(here), np.full(len(moves), one.setting))
     for kind in sorted({workers[move.to].kind for move in moves}):
         rows = [index for index, move in enumerate(moves) if workers[move.to].kind == kind]
-        settings = np.array([workers[moves[index].to].setting for index in rows])
-        strains[rows] = np.maximum(
-            strains[rows], adapters.strains(kind, Loads.stack([there[index] for index in rows]), settings)
-        )
+        loads = Loads.stack([there[index] for index in rows])
+        other_strains = adapters.strains(kind, loads, np.array([workers[moves[index].to].setting for index in rows]))
+        if kind == one.kind:
+            other_strains = np.minimum(other_strains, adapters.strains(kind, loads, np.full(len(rows), one.setting)))
+        strains[rows] = np.maximum(strains[rows], other_strains)
     best = int(strains.argmin())
     return moves[best] if strains[best] < one.strain - LEAST_GAIN else None
 
 
+def _exchanged(adapters: Adapters, kind: int, load: Loads, gone: tuple[int, ...], come: tuple[int, ...]) -> Loads:
+    loads = adapters.loads[kind]
+    if come:
+        load = load.with_each(loads.joined(come))
+    return load.without_each(loads.joined(gone)) if gone else load
+
+
 def _candidates(adapters: Adapters, one: Worker, other: Worker, to: int) -> list[_Move]:
     """Moves and exchanges that bring about half of the difference in strain to the other worker."""
+    tokens = adapters.tokens
     mine, theirs = _distinct(adapters, one), _distinct(adapters, other)
-    part = 0.5 * (1.0 - other.strain / one.strain) * float(adapters.tokens[one.rows].sum())
+    part = 0.5 * (1.0 - other.strain / one.strain) * float(tokens[one.rows].sum())
     moves = []
     if len(one.rows) > 1:
-        nearest = np.argsort(np.abs(adapters.tokens[mine] - part), kind="stable")[:CANDIDATES]
-        moves = [_Move(int(mine[index]), to, None) for index in nearest]
-    differences = np.abs(adapters.tokens[mine][:, None] - adapters.tokens[theirs] - part)
+        nearest = np.argsort(np.abs(tokens[mine] - part), kind="stable")[:CANDIDATES]
+        moves = [_Move((int(row),), to) for row in mine[nearest]]
+    rank = float(other.load.extreme("rank")[0])
+    small = sorted((row for row in one.rows if adapters.demand.rank[row] <= rank), key=lambda row: (tokens[row], row))
+    every = float(tokens[small].sum()) / part if small else 0.0
+    if 1.0 < every < 0.5 * len(small):
+        moves.append(_Move(tuple(small[round(place)] for place in np.arange(0.0, len(small) - 1.0, every)), to))
+    differences = np.abs(tokens[mine][:, None] - tokens[theirs] - part)
     differences[mine[:, None] == theirs] = np.inf
     for index in np.argsort(differences, axis=None, kind="stable")[:CANDIDATES].tolist():
-        moves.append(_Move(int(mine[index // len(theirs)]), to, int(theirs[index % len(theirs)])))
+        moves.append(_Move((int(mine[index // len(theirs)]),), to, (int(theirs[index % len(theirs)]),)))
     return moves
 
 
@@ -96,9 +111,8 @@ def _distinct(adapters: Adapters, worker: Worker) -> Rows:
 
 def _make(adapters: Adapters, workers: list[Worker], at: int, move: _Move) -> None:
     one, other = workers[at], workers[move.to]
-    back = [] if move.back is None else [move.back]
-    workers[at] = adapters.worker(one.kind, [row for row in one.rows if row != move.row] + back)
-    workers[move.to] = adapters.worker(other.kind, [row for row in other.rows if row not in back] + [move.row])
+    workers[at] = adapters.worker(one.kind, [row for row in one.rows if row not in move.rows] + list(move.back))
+    workers[move.to] = adapters.worker(other.kind, [row for row in other.rows if row not in move.back] + list(move.rows))
 
 
 def emptied(adapters: Adapters, workers: list[Worker]) -> list[Worker] | None:
@@ -113,7 +127,7 @@ def emptied(adapters: Adapters, workers: list[Worker]) -> list[Worker] | None:
     for row in sorted(workers[light].rows, key=lambda row: (-adapters.tokens[row], row)):
         if add(adapters, rest, row) > MOST_ABOVE:
             return None
-    level(adapters, rest, 2 * len(rest))
+    level(adapters, rest, len(rest) // 2)
     return rest if max(worker.strain for worker in rest) <= 1.0 else None
 
 

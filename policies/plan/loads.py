@@ -86,6 +86,7 @@ class Loads:
 
     def joined(self, rows: Sequence[int] | NDArray[np.intp]) -> Loads:
         """The union of some of the sets, as one."""
+        rows = np.asarray(rows, dtype=np.intp)
         return replace(
             self,
             totals=self.totals[rows].sum(axis=0, keepdims=True),
@@ -117,8 +118,11 @@ class Loads:
     @staticmethod
     def stack(parts: Sequence[Loads]) -> Loads:
         """All sets of the parts."""
-        columns = ("totals", "curves", "copies", "extremes")
-        return replace(parts[0], **{name: np.concatenate([getattr(part, name) for part in parts]) for name in columns})
+        totals, curves, copies, extremes = (
+            np.concatenate(columns)
+            for columns in zip(*((one.totals, one.curves, one.copies, one.extremes) for one in parts), strict=True)
+        )
+        return replace(parts[0], totals=totals, curves=curves, copies=copies, extremes=extremes)
 
     @property
     def rate(self) -> Floats:

@@ -9,7 +9,7 @@ import numpy as np
 
 from motet.policies.plan.capacity import judge
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import CannotServe, Kind, Packed, at_settings
+from motet.policies.plan.fleet import CannotServe, Kind, Packed
 
 
 def taken_over(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed], gone: Collection[int]) -> list[Packed]:
@@ -43,7 +43,7 @@ def with_shares(demand: Demand, kinds: Sequence[Kind], worker: Packed, shares: M
     part = [shares[row] for row in rows]
     taken = demand.take(rows)
     kind, at = kinds[worker.kind], np.array([worker.setting])
-    said = judge(replace(taken, rate=taken.rate * np.array(part)), kind.settings.take(at), at_settings(kind.limits, at))
+    said = judge(replace(taken, rate=taken.rate * np.array(part)), kind.settings.take(at), kind.limits.at(at))
     return replace(
         worker,
         rows=tuple(rows),

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-
 from motet.policies.plan.bound import Bound, bound
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packing, Worker
 from motet.policies.plan.guided import guided
-from motet.policies.plan.level import add, emptied, level
+from motet.policies.plan.level import emptied, level
 from motet.policies.plan.prefixes import by_prefixes, zigzag
 from motet.policies.plan.splitting import Copies, split
 
@@ -39,14 +37,36 @@ def pack(demand: Demand, kinds: Sequence[Kind], *, procedure: Procedure = "best"
     `guided` computes a rough one. Raises CannotServe, and ValueError for other counts.
     """
     copies = _copies(demand, kinds)
+    return packing(copies, _packed(copies, procedure, guide if len(copies.row) == len(demand) else None))
+
+
+def pack_onto(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> Packing:
+    """The demand on as many workers of each kind as given, strained as alike as possible: the objective "latency".
+
+    From a packing on at most so many, further workers get half of the adapters of the most strained one. Raises as `pack`.
+    """
+    allowed = [replace(kind, most=count) for kind, count in zip(kinds, counts, strict=True)]
+    copies = _copies(demand, allowed)
+    adapters, workers = copies.adapters, _packed(copies, "best", None)
+    for kind, count in enumerate(counts):
+        for _ in range(count - sum(worker.kind == kind for worker in workers)):
+            at = max(range(len(workers)), key=lambda at: (len(workers[at].rows) > 1, workers[at].strain))
+            if len(rows := sorted(workers[at].rows, key=lambda row: (adapters.tokens[row], row))) > 1:
+                workers[at] = adapters.worker(workers[at].kind, rows[::2])
+                workers.append(adapters.worker(kind, rows[1::2]))
+    level(adapters, workers, STEPS + 4 * len(workers))
+    return packing(copies, workers)
+
+
+def _packed(copies: Copies, procedure: Procedure, guide: Bound | None) -> list[Worker]:
     adapters = copies.adapters
     orders = []
     if procedure != "guided":
         orders.append(zigzag(adapters.demand))
     if procedure != "bisect":
-        if guide is None or len(adapters) != len(demand):
-            guide = bound(adapters.demand, kinds, rough=True)
-        orders.append(guided(adapters.demand, guide))
+        guide = guide or bound(adapters.demand, adapters.kinds, rough=True)
+        if guide.points:
+            orders.append(guided(adapters.demand, guide))
     found, failed = list[list[Worker]](), list[CannotServe]()
     for order in orders:
         try:
@@ -58,30 +78,8 @@ def pack(demand: Demand, kinds: Sequence[Kind], *, procedure: Procedure = "best"
     workers = min(found, key=lambda workers: (_cost(adapters, workers), max(worker.strain for worker in workers)))
     while (fewer := emptied(adapters, workers)) is not None:
         workers = fewer
-    level(adapters, workers, STEPS + len(workers))
-    return packing(copies, workers)
-
-
-def spread(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> Packing:
-    """The demand on as many workers of each kind as given, strained as alike as possible: the objective "latency".
-
-    Adapters go one by one, by rank and rate, to the worker that they strain the least; then the workers are levelled. Raises
-    CannotServe where a worker is beyond its limits, and ValueError for counts other than 1.
-    """
-    copies = _copies(demand, kinds)
-    adapters = copies.adapters
-    order = np.lexsort((-adapters.tokens, -adapters.demand.rank))
-    empty = [kind for kind, count in enumerate(counts) for _ in range(count)]
-    if len(order) < len(empty):
-        empty = empty[: len(order)]
-    workers = [adapters.worker(kind, [int(row)]) for kind, row in zip(empty, order, strict=False)]
-    for row in order[len(empty) :].tolist():
-        add(adapters, workers, row)
-    level(adapters, workers, STEPS + 2 * len(workers))
-    worst = max(workers, key=lambda worker: worker.strain)
-    if worst.strain > 1.0:
-        raise CannotServe(f"of {len(workers)} workers the most strained has {worst.strain:.2f} of the load that it can serve")
-    return packing(copies, workers)
+    level(adapters, workers, STEPS + len(workers) // 4)
+    return workers
 
 
 def _copies(demand: Demand, kinds: Sequence[Kind]) -> Copies:
@@ -100,6 +98,6 @@ def packing(copies: Copies, workers: Sequence[Worker]) -> Packing:
     found = []
     for worker in workers:
         one = adapters.packed(worker.kind, worker.rows, worker.setting)
-        rows = np.array(one.rows)
+        rows = list(one.rows)
         found.append(replace(one, rows=tuple(copies.row[rows].tolist()), shares=tuple(copies.share[rows].tolist())))
     return Packing(workers=tuple(sorted(found, key=lambda one: (one.kind, one.rows))), cost=_cost(adapters, workers))

@@ -1,14 +1,15 @@
 """Packing by prefixes: adapters in one order, each worker gets as many of the next ones as it can serve.
 
 The order is that of the paper on adapter caching (section 7): by rank, the largest first, so that few workers need a large
-S_max, then in a zigzag by rate, high, low, high, so that every prefix is a fair sample. The paper tests a prefix at fixed numbers
-of adapters; here the longest one is found by doubling and bisection.
+S_max, then in a zigzag by rate, high, low, high, so that every prefix is a fair sample. The paper tests prefixes at fixed
+numbers of adapters; here the longest one is found by doubling and bisection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from motet.policies.plan.loads import Loads
 
 AHEAD = 2
 """How far in the order adapters are looked at, relative to a guess of how many fit."""
+
+SMALLER = 0.7
+"""Where an adapter does not fit, those with this share of its rate are tried next."""
 
 
 def zigzag(demand: Demand) -> Rows:
@@ -32,7 +36,7 @@ def _zigzag(rows: Rows) -> Rows:
     mixed = np.empty_like(rows)
     half = (len(rows) + 1) // 2
     mixed[0::2] = rows[:half]
-    mixed[1::2] = rows[: half - 1 if len(rows) % 2 else half - 1 : -1] if len(rows) > 1 else rows[:0]
+    mixed[1::2] = rows[half:][::-1]
     return mixed
 
 
@@ -88,7 +92,7 @@ def fill(adapters: Adapters, kind: int, order: Rows, guess: int) -> Rows:
         window = order[: AHEAD * guess + 8]
         loads = adapters.loads[kind].take(window)
         sums = Sums(loads)
-        length = longest(lambda count: adapters.best(kind, sums.first(count))[1] <= 1.0, len(window), guess)
+        length = longest(partial(_enough, adapters, kind, sums), len(window), guess)
         if length < len(window) or len(window) == len(order):
             break
         guess = length
@@ -103,8 +107,12 @@ def fill(adapters: Adapters, kind: int, order: Rows, guess: int) -> Rows:
                 chosen.append(at)
                 load = more
             else:
-                too_much = rates[at]
+                too_much = SMALLER * rates[at]
     return window[chosen]
+
+
+def _enough(adapters: Adapters, kind: int, sums: Sums, count: int) -> bool:
+    return adapters.best(kind, sums.first(count))[1] <= 1.0
 
 
 class Sums:

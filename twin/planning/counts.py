@@ -17,7 +17,7 @@ import numpy as np
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import CannotServe, Kind, Packed, Rows
 from motet.policies.plan.loss import with_shares
-from motet.policies.plan.packing import pack, spread
+from motet.policies.plan.packing import pack, pack_onto
 
 Propose = Callable[[Sequence[Kind]], Sequence[Packed]]
 
@@ -72,7 +72,7 @@ def _spread_or_not(demand: Demand, kinds: Sequence[Kind], question: Question, wo
     found = Counter(worker.kind for worker in workers)
     counts = [found[number] if kind.most is None else kind.most for number, kind in enumerate(kinds)]
     more = demand.faster(sum(counts) / (sum(counts) - question.survive))
-    return _restated(demand, kinds, divided(more, kinds, spread(more, kinds, counts).workers, sum(counts)))
+    return _restated(demand, kinds, divided(more, kinds, pack_onto(more, kinds, counts).workers, sum(counts)))
 
 
 def divided(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed], total: int) -> list[Packed]:

@@ -15,13 +15,15 @@ from motet.policies.plan import fleet
 from motet.policies.plan.capacity import Limits
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import CannotServe, Packed
-from motet.policies.plan.loss import taken_over
+from motet.policies.plan.loss import taken_over, with_shares
+from motet.policies.plan.packing import pack_onto
 from motet.twin.planning.check import Result, Run, check
 from motet.twin.planning.counts import Question, workers_for
 from motet.twin.planning.kinds import Kind, Part
 from motet.twin.planning.loads import Loads
 
 Packer = Callable[[Demand, Sequence[fleet.Kind]], fleet.Packing]
+SHARED = Limits(busy=1.0, z=0.0, latency=4.0)
 ROUNDS = 6
 MOST_LOAD = 1.5
 """Up to this multiple of the load it is looked where a plan breaks."""
@@ -141,10 +143,53 @@ def make(
             left = without(made, goal.survive)
             made = replace(made, left=replace(left, results=tuple(tried(left.parts, offers, trial, run))))
         if made.valid:
-            return made
+            return fewer(made, offers, goal, trial, run, say)
         kinds = tightened(made if made.left is None else made.left, kinds)
     assert made is not None
     return made
+
+
+def fewer(
+    made: Made, offers: Sequence[Offer], goal: Goal, trial: Trial, run: Run, say: Callable[[str], None] = lambda _: None
+) -> Made:
+    """The plan with fewer workers as long as the twin finds it valid, where workers share the load of all.
+
+    The law's margins for chance are those of a worker by itself. Schedulers that send requests to whoever is free need less.
+    """
+    if len(offers) != 1 or not offers[0].kind.together or goal.survive or goal.objective == "latency":
+        return made
+    setting = made.workers[0].setting
+    (kind,) = bounding(offers, goal)
+    only = replace(kind, settings=kind.settings.take(np.array([setting])))
+    while len(made.workers) > 1:
+        try:
+            packed = pack_onto(made.loads.demand, [only], [len(made.workers) - 1]).workers
+        except CannotServe:
+            return made
+        workers = tuple(
+            with_shares(
+                made.loads.demand,
+                made.kinds,
+                replace(worker, setting=setting),
+                dict(zip(worker.rows, worker.shares, strict=True)),
+            )
+            for worker in packed
+        )
+        say(f"simulating {len(workers)} workers")
+        less = replace(made, workers=workers, cost=offers[0].cost * len(workers))
+        less = replace(less, results=tuple(tried(less.parts, offers, trial, run)))
+        if not less.valid:
+            return made
+        made = less
+    return made
+
+
+def bounding(offers: Sequence[Offer], goal: Goal) -> list[fleet.Kind]:
+    """The kinds with the limits that no plan can go beyond: where workers share the load of all, without margins for chance."""
+    return [
+        replace(kind, limits=SHARED) if offer.kind.together else kind
+        for kind, offer in zip(offered(offers, goal), offers, strict=True)
+    ]
 
 
 def _check_ranks(loads: Loads, kinds: Sequence[fleet.Kind]) -> None:
@@ -162,6 +207,8 @@ def pack_by(packer: Packer, loads: Loads, offers: Sequence[Offer], goal: Goal) -
     loads = loads.faster(1.0 + goal.headroom)
     kinds = offered(offers, goal)
     workers = tuple(packer(loads.demand, kinds).workers)
+    if lacking := sum(worker.setting < 0 for worker in workers):
+        raise CannotServe(f"{lacking} of {len(workers)} workers have no memory for so many adapter slots")
     cost = sum(offers[worker.kind].cost for worker in workers)
     return Made(loads=loads, workers=workers, kinds=tuple(kinds), cost=cost, rounds=1)
 
