@@ -1,8 +1,8 @@
 """A plan of `motet plan` on live workers: what they attain as planned and at 1.2 times the load, beside what the twin predicts.
 
 The workers are those of `bench cluster_live`: real engines of the demo model whose steps take as long as `PACE` says. The plan
-is made for a profile with the limits that such a worker announces and its pace as step times. The load is the largest for which a
-plan that the twin has verified has four workers, in steps of 4%. So it needs each of them, and 1.2 times the load is too much.
+is made for a profile with the limits that such a worker announces and its pace as step times. The load is the largest for which
+a plan that the twin has verified has four workers, in steps of 4%. So it needs all of them, and 1.2 times the load is too much.
 
 The workers are then started again with the plan's flags, and get requests that are drawn as the planner draws them. The twin
 gets the same ones. A request attains its objectives when its whole answer came and both times are within them; a refused one
