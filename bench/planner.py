@@ -3,11 +3,11 @@
     python -m bench planner [--runs DIR] [--part scenarios|what-if|models] [--quick]
 
 *scenarios*: high, low and mixed rates and ranks of 100, 400 and 2,000 adapters (adapter-caching paper, section 8.4), on the
-published calibrations of vLLM for Llama and Qwen and on CaraServe's A10. Each plan is made as `motet plan` makes it, then judged
-by an hour with seeds that it has not seen. A rival's plan counts only if it is valid too.
+published calibrations of vLLM for Llama and Qwen and on CaraServe's A10. Each plan is made as `motet plan` makes it, then
+judged by an hour with seeds that it has not seen. A rival's plan counts only if it is valid too.
 
-*what-if*: 20 drawn workers with lengths of arXiv, Mooncake and Azure (from `--runs`'s parent folder), which no constant of the law
-was chosen with: the multiple of the load at which the law says that they break, beside the twin's.
+*what-if*: 20 drawn workers with lengths of arXiv, Mooncake and Azure (from `--runs`'s parent folder), which no constant of the
+law was chosen with: the load at which the law says that they break, beside the twin's.
 
 *models* (needs `--runs`): the law and the learned models beside published runs of vLLM (`bench.planner_models`).
 """

@@ -36,7 +36,7 @@ def _count(text: str, name: str, value: float | None) -> int | None:
 
 
 def kind(profile: str, seats: int | None = None) -> Kind:
-    """The kind of worker of a profile's file, or of a published calibration and its seats. Raises UsageError, FileError."""
+    """The kind of worker of a profile, or of a published calibration with so many seats. Raises UsageError, FileError."""
     if profile.startswith(VLLM):
         name = profile.removeprefix(VLLM)
         try:

@@ -15,8 +15,8 @@ from motet.policies.plan.fleet import CannotServe, Kind, Packed
 def taken_over(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed], gone: Collection[int]) -> list[Packed]:
     """The workers that are left, with the adapters of those that are `gone`.
 
-    An adapter that has no worker any more goes to the one that is strained least with it, those with the largest rates first. One
-    that has copies elsewhere is shared by these. Settings stay. Raises CannotServe if no worker takes an adapter's rank.
+    An adapter that has no worker any more goes to the one that is strained least with it, those with the largest rates first.
+    One that has copies elsewhere is shared by these. Settings stay. Raises CannotServe if no worker takes an adapter's rank.
     """
     left = [worker for place, worker in enumerate(workers) if place not in gone]
     shares = [dict(zip(worker.rows, worker.shares, strict=True)) for worker in left]

@@ -63,6 +63,13 @@ FIGURES = {
         "fetch.gain",
         "reports.step_cpu_with_reports",
     },
+    "planner_live": {
+        "attained_live_1",
+        "attained_twin_1",
+        "attained_live_1_2",
+        "attained_twin_1_2",
+        "worst_difference_points",
+    },
     "predictor": {"accuracy_3", "accuracy_3_default", "accuracy_3_baseline", "spearman", "p99_ms_batch32"},
     "quantization": {"exact", "exact_int8", "exact_int4", "perplexity_ratio_int8", "perplexity_ratio_int4", "exact_kv_int8"},
     "rebalance": {"ttft_p99_gain", "lost", "changed", "kv_gain", "kv_changed"},
