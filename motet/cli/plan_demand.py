@@ -131,15 +131,14 @@ def seen(
     ranks = {adapter["name"]: (int(adapter["rank"]), int(adapter["size_bytes"])) for adapter in known}
     if OTHER in rows:
         rest = [name for name in ranks if name not in rows] or [OTHER]
-        share = {kind: value / len(rest) for kind, value in rows.pop(OTHER).items()}
-        rows |= dict.fromkeys(rest, share)
+        rows |= dict.fromkeys(rest, _divided(rows.pop(OTHER), len(rest)))
         classes |= dict.fromkeys(rest, classes[OTHER])
     given = dict(objectives)
     for _, name in classes.values():
         given.setdefault(name, Objective(slo=Slo(slo_class=name)))
     order = list(given)
     names = [name for name in rows if name == BASE or name in ranks]
-    means = [tuple(_rounded(rows[name][kind] / rows[name]["requests"]) for kind in ("prompt", "output")) for name in names]
+    means = [_means(rows[name]) for name in names]
     pools = {mean: place for place, mean in enumerate(dict.fromkeys(means))}
     return Loads(
         names=tuple(names),
@@ -167,6 +166,15 @@ def _asked(before: Counts, after: Counts) -> tuple[dict[str, dict[str, float]], 
                 rows[name][kind] += now.get(kind, 0.0) - was.get(kind, 0.0)
             classes[name] = max(classes.get(name, (0.0, "")), (requests, slo_class))
     return rows, classes
+
+
+def _divided(counts: Mapping[str, float], parts: int) -> dict[str, float]:
+    return {kind: value / parts for kind, value in counts.items()}
+
+
+def _means(counts: Mapping[str, float]) -> tuple[float, float]:
+    """Prompt and output tokens per request."""
+    return _rounded(counts["prompt"] / counts["requests"]), _rounded(counts["output"] / counts["requests"])
 
 
 def _rounded(tokens: float) -> float:
