@@ -18,7 +18,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             figures |= _scenarios(args, simulate)
         if args.part in (None, "what-if") and args.runs is not None:
             figures |= _what_ifs(args)
-    if args.part in (None, "models"):
+    if args.part == "models" or (args.part is None and args.runs is not None and not args.quick):
         figures |= planner_models.figures(args)
     return figures
 
@@ -147,7 +147,7 @@ def _timed(work: Callable[..., T], *given: Any) -> tuple[T, float]:
 
 
 def _judged(case: Case, planner: str, made: Made, least: float, simulate: Run) -> Row:
-    """Motet's plan is judged whole; of a rival's, the most strained workers come first, and the first that is not valid ends it."""
+    """Motet's plan is judged whole, a rival's up to its first worker that is not valid, the most strained ones first."""
     parts = [part for _, part in sorted(zip(made.workers, made.parts, strict=True), key=lambda pair: -pair[0].strain)]
     at_once = len(parts) if planner == OURS or case.offer.kind.together else AT_ONCE
     results: list[Result] = []
@@ -215,16 +215,20 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
         "starved_adapters": sum(row.starved for row in ours.values()),
     }
     for rival in dict.fromkeys(row.planner for row in rows if row.planner != OURS):
-        theirs = [row for row in rows if row.planner == rival]
-        valid = [row for row in theirs if row.workers is not None and row.valid == 1.0]
-        saved = [(row.workers or 0) - workers[row.scenario] for row in valid]
-        key = rival.replace("*", "_star").replace("-", "_")
-        figures[f"valid_{key}"] = len(valid)
-        figures[f"workers_vs_{key}"] = (
-            round(sum(workers[row.scenario] for row in valid) / sum(row.workers or 0 for row in valid), 3) if valid else None
-        )
-        figures[f"fewest_of_{key}"] = min(saved, default=None)
+        figures |= _against(rival, [row for row in rows if row.planner == rival], workers)
     return figures
+
+
+def _against(rival: str, rows: Sequence[Row], ours: Mapping[str, int]) -> dict[str, Any]:
+    """In how many scenarios a rival's plan is valid, and Motet's workers there against its own."""
+    valid = {row.scenario: row.workers for row in rows if row.workers is not None and row.valid == 1.0}
+    saved = [workers - ours[name] for name, workers in valid.items()]
+    key = rival.replace("*", "_star")
+    return {
+        f"valid_{key}": len(valid),
+        f"workers_vs_{key}": round(sum(ours[name] for name in valid) / sum(valid.values()), 3) if valid else None,
+        f"least_saved_of_{key}": min(saved, default=None),
+    }
 
 
 # ---- what-if

@@ -159,6 +159,7 @@ def judge(demand: Demand, settings: Settings, limits: Limits = Limits()) -> Verd
     return judge_sets(whole, settings, limits, copy_ms=whole.copies[0])
 
 
+# in one piece: the formulas of the module, each of which needs those above it
 def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Floats) -> Verdict:
     """The law for cases: each a set of adapters with a setting. `loads` has a row for each setting, or one for all.
 
