@@ -95,8 +95,8 @@ class Trees(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True, 
             return
         name, threshold = self.feature[node], self.threshold[node]
         low, high = bounds.get(name, (-math.inf, math.inf))
-        yield from self._rules_below(self.left[node], bounds | {name: (low, min(high, threshold))})
-        yield from self._rules_below(self.right[node], bounds | {name: (max(low, threshold), high)})
+        yield from self._rules_below(self.left[node], bounds | {name: (low, threshold)})
+        yield from self._rules_below(self.right[node], bounds | {name: (threshold, high)})
 
     def encode(self) -> bytes:
         """The model as JSON."""

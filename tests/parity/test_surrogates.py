@@ -37,10 +37,20 @@ def positive(model: Any, x: np.ndarray) -> np.ndarray:
     return np.asarray(model.predict_proba(x)[:, 1])
 
 
+def at_thresholds(flat: Trees) -> np.ndarray:
+    """Rows that only their rounding to float32 puts on one side of a threshold."""
+    inner = [node for node, left in enumerate(flat.left) if left != node]
+    x = rows(len(inner), 5)
+    for row, node in enumerate(inner):
+        x[row, flat.feature[node]] = flat.threshold[node] * (1 + 1e-12)
+    return x
+
+
 @pytest.mark.parametrize("leaves", [None, 32])
 def test_a_tree(leaves: int | None) -> None:
-    x = np.concatenate([rows(4_096, 2), rows(500, 1)])  # and rows that lie on thresholds' sides as in training
+    x = np.concatenate([rows(4_096, 2), rows(500, 1)])
     model, flat = both(DecisionTreeRegressor(max_leaf_nodes=leaves, random_state=0), classifies=False)
+    x = np.concatenate([x, at_thresholds(flat)])
     assert np.array_equal(flat.predict(x), model.predict(x))
     model, flat = both(DecisionTreeClassifier(max_leaf_nodes=leaves, random_state=0), classifies=True)
     assert np.array_equal(flat.predict(x), positive(model, x))

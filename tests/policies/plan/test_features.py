@@ -69,6 +69,8 @@ def test_shares_say_how_much_of_the_worker_is_used() -> None:
     assert of("length_spread") == [1.0]  # exponential
     assert of("prompt_share") == [0.75]
     assert of("miss_share", MIXED, 4.0) == [0.0]
+    assert of("miss_share")[0] > 0.1
+    assert of("stall_share")[0] == pytest.approx(of("miss_share")[0] * MIXED.total_rate * 0.005)  # copies of 5 ms
     assert of("tpot_share")[0] == pytest.approx(20 / 50, rel=0.05)
 
 
