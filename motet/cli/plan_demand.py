@@ -137,14 +137,15 @@ def seen(
     for _, name in classes.values():
         given.setdefault(name, Objective(slo=Slo(slo_class=name)))
     order = list(given)
-    names = [name for name in rows if name == BASE or name in ranks]
+    ranks[BASE] = (0, 0)
+    names = [name for name in rows if name in ranks]
     means = [_means(rows[name]) for name in names]
     pools = {mean: place for place, mean in enumerate(dict.fromkeys(means))}
     return Loads(
         names=tuple(names),
         rate=np.array([rows[name]["requests"] / watch_s for name in names]),
-        rank=np.array([0 if name == BASE else ranks[name][0] for name in names], np.int64),
-        size_bytes=np.array([0 if name == BASE else ranks[name][1] for name in names], np.int64),
+        rank=np.array([ranks[name][0] for name in names], np.int64),
+        size_bytes=np.array([ranks[name][1] for name in names], np.int64),
         pool=np.array([pools[mean] for mean in means], np.int64),
         objective=np.array([order.index(classes[name][1]) for name in names], np.int64),
         lengths=tuple(
