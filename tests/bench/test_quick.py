@@ -63,6 +63,7 @@ FIGURES = {
         "fetch.gain",
         "reports.step_cpu_with_reports",
     },
+    "planner": {"workers_vs_bound", "most_above_bound", "valid", "starved_adapters", "plan_s_law", "plan_s_twin"},
     "planner_live": {
         "attained_live_1",
         "attained_twin_1",
@@ -70,6 +71,8 @@ FIGURES = {
         "attained_twin_1_2",
         "worst_difference_points",
     },
+    "planner_models": {"f1_rf_qwen", "smape_small_tree_llama", "f1_boundary_ours_llama", "us_per_prediction"},
+    "planner_samples": {"runs", "of"},
     "predictor": {"accuracy_3", "accuracy_3_default", "accuracy_3_baseline", "spearman", "p99_ms_batch32"},
     "quantization": {"exact", "exact_int8", "exact_int4", "perplexity_ratio_int8", "perplexity_ratio_int4", "exact_kv_int8"},
     "rebalance": {"ttft_p99_gain", "lost", "changed", "kv_gain", "kv_changed"},
