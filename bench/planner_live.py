@@ -39,7 +39,7 @@ WORKERS, ADAPTERS = 4, 64
 OBJECTIVE = Objective(slo=Slo(ttft_slo_ms=400.0, tpot_slo_ms=70.0), share=0.97)
 FACTORS = (1.0, 1.2)
 MOST_RATE, NEAR, QUICK_NEAR = 100.0, 1.04, 1.25
-TRIAL = Trial(seeds=(1, 2), warm_s=20.0, duration_s=200.0)
+TRIAL = Trial(seeds=(1, 2), warm_s=20.0, duration_s=140.0)
 QUICK = Trial(seeds=(1,), warm_s=2.0, duration_s=20.0)
 SEED = 1001
 """Of the requests that live workers get; the plan was made with others."""

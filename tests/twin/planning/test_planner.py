@@ -182,11 +182,11 @@ def test_a_loss_that_the_allowed_workers_cannot_survive_is_said() -> None:
 
 
 def test_without_some_workers_the_most_loaded_are_gone() -> None:
-    made = make(SEVERAL, [VLLM], Goal(), None, GOOD)
-    rates = sorted(float(part.loads.rate.sum()) for _, part in made.parts)
-    left = without(made, 1)
-    assert len(left.workers) == len(made.workers) - 1 and left.results == ()
-    assert sum(float(part.loads.rate.sum()) for _, part in left.parts) == pytest.approx(sum(rates))
+    """One worker serves 40 requests/s of rank 8, the other 30 of rank 32 and, when the first is gone, both."""
+    made = make(loads([40.0, 30.0], [8, 32]), [VLLM], Goal(), None, GOOD)
+    lighter = next(worker for worker in made.workers if worker.rows == (1,))
+    (left,) = without(made, 1).workers
+    assert (left.setting, left.rows, left.shares) == (lighter.setting, (0, 1), (1.0, 1.0))
     assert without(made, 0).workers == made.workers
 
 
@@ -237,9 +237,9 @@ def test_a_plan_that_does_not_break_says_how_far_it_was_looked() -> None:
 
 def test_what_breaks_first_is_the_worker_with_the_fewest_requests_in_time() -> None:
     def says(_: int, part: Part) -> Outcome:
-        late = round(100 * max(0.0, float(part.loads.rate.sum()) - 4.3))
-        return outcome([1000], attained=[1000 - late])
+        too_much = max(0.0, float(part.loads.rate.sum()) - 4.3)
+        return outcome([1000], attained=[round(1000 - 100 * (1 + too_much) * (too_much > 0) * part.loads.rank[0] / 8)])
 
-    parts = [(0, Part(setting=0, loads=loads([4.0]))), (0, Part(setting=0, loads=loads([4.2])))]
+    parts = [(0, Part(setting=0, loads=loads([4.2], [rank]))) for rank in (8, 16)]
     found = breaking(parts, [VLLM], SHORT, Told(says))
     assert (found.worker, found.missed) == (1, "TTFT")
