@@ -4,7 +4,7 @@
 
 *scenarios*: high, low and mixed rates and ranks of 100, 400 and 2,000 adapters (adapter-caching paper, section 8.4), on the
 published calibrations of vLLM for Llama and Qwen and on CaraServe's A10. Each plan is made as `motet plan` makes it, then
-judged by an hour with seeds that it has not seen. A rival's plan counts only if it is valid too.
+judged by an hour with a seed that it has not seen. A rival's plan counts only if it is valid too, for 20 minutes.
 
 *what-if*: 20 drawn workers with lengths of arXiv, Mooncake and Azure (from `--runs`'s parent folder), which no constant of the
 law was chosen with: the load at which the law says that they break, beside the twin's.
@@ -46,8 +46,9 @@ from motet.twin.workload import Lengths, Workload
 T = TypeVar("T")
 MODELS = ("llama-3.1-8b@h100", "qwen2.5-7b@h100")
 NATIVE_RATE = 0.25  # of the scenarios' rates: an A10 serves a tenth of an H100
-TRIAL = Trial(seeds=(1, 2), warm_s=300.0, duration_s=2100.0)
+TRIAL = Trial(seeds=(1, 2), warm_s=300.0, duration_s=1500.0)
 HOUR = Trial(seeds=(1001,), warm_s=300.0, duration_s=3900.0)
+RIVALS_TRIAL = Trial(seeds=(1001,), warm_s=300.0, duration_s=1500.0)
 QUICK = Trial(seeds=(1,), warm_s=60.0, duration_s=240.0)
 NATIVE = Trial(seeds=(1,), warm_s=60.0, duration_s=360.0)
 NATIVE_HOUR = Trial(seeds=(1001,), warm_s=60.0, duration_s=660.0)
@@ -63,6 +64,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--runs", type=Path, help="folder with the published runs of vLLM; its parent has traces of lengths")
     parser.add_argument("--part", choices=["scenarios", "what-if", "models"], help="only this part")
+    parser.add_argument("--kind", help="only the workers whose name begins like this: llama, qwen, A10")
     planner_models.options(parser)
 
 
@@ -112,7 +114,7 @@ class Row:
 def _scenarios(args: argparse.Namespace, simulate: Run) -> dict[str, Any]:
     rows: list[Row] = []
     packed_s, planned_s, bound_s = [0.0], [0.0], [0.0]
-    cases = list(_cases(quick=args.quick))
+    cases = [case for case in _cases(quick=args.quick) if case.name.startswith(args.kind or "")]
     for number in args.watch.rounds(len(cases), "scenarios"):
         case = cases[number]
         offers, goal = [case.offer], Goal()
@@ -151,8 +153,9 @@ def _judged(case: Case, planner: str, made: Made, least: float, simulate: Run) -
     parts = [part for _, part in sorted(zip(made.workers, made.parts, strict=True), key=lambda pair: -pair[0].strain)]
     at_once = len(parts) if planner == OURS or case.offer.kind.together else AT_ONCE
     results: list[Result] = []
+    trial = case.hour if planner == OURS or case.offer.kind.together or case.hour is QUICK else RIVALS_TRIAL
     while parts and all(result.valid for result in results):
-        results += tried(parts[:at_once], [case.offer], case.hour, simulate)
+        results += tried(parts[:at_once], [case.offer], trial, simulate)
         parts = parts[at_once:]
     arrived = sum(int(result.arrived.sum()) for result in results)
     return Row(
