@@ -17,15 +17,15 @@ import pytest
 
 from motet.kernels.triton.attention import LAUNCHES as ATTENTION
 from motet.kernels.triton.attention import SPLITTING
-from motet.kernels.triton.lora import EXPANDS, SHRINKS
 from motet.kernels.triton.sampling import TILE
 from motet.kernels.triton.sampling import WARPS as SAMPLING
 from motet.kernels.triton.scatter import BLOCK as SCATTER_BLOCK
 from motet.kernels.triton.scatter import WARPS as SCATTER_WARPS
+from tests.kernels.triton_resources import LORA
 
 ROOT = Path(__file__).parents[2]
-LAUNCHES = {f"shrink, {plan}": launch for plan, launch in SHRINKS.items()}
-LAUNCHES |= {f"expand, {plan}": launch for plan, launch in EXPANDS.items()}
+LAUNCHES = {f"shrink, {name}": constants.shrink for name, constants in LORA.items()}
+LAUNCHES |= {f"expand, {name}": constants.expand for name, constants in LORA.items()}
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_BYTES_PER_MULTIPROCESSOR = 227 << 10
 OTHERS = sorted((ROOT / "build").glob("triton-*"))
@@ -58,7 +58,7 @@ def test_launches_without_triton_are_those_of_triton(other: Path | None) -> None
     found = output_of("triton_launches", other)
     assert not found["random"]["different"]
     assert found["random"]["direct"] > found["random"]["launches"] / 2
-    assert found["lora"]["launches"] > 0 == found["lora"]["seen"]
+    assert found["lora"] == {"launches": 2 * 5 * 2 * 4, "seen": 0}, "two steps, five layers, shrink and expand of four groups"
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -136,5 +136,5 @@ def test_layers_are_scattered_in_pieces_of_16_bytes_only(compiled: dict[str, dic
 @pytest.mark.parametrize("name", LAUNCHES)
 @pytest.mark.parametrize("kind", ["ragged", "fp32"])
 def test_shapes_without_promises_and_fp32_compile_too(compiled: dict[str, dict[str, Any]], name: str, kind: str) -> None:
-    assert compiled[f"{name}, {kind}"]["local_bytes"] == 0
+    assert compiled[f"{name}, {kind}"]["local_bytes"] <= 8
     assert compiled[f"{name}, {kind}"]["shared_bytes"] <= SHARED_BYTES_PER_MULTIPROCESSOR

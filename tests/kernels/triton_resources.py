@@ -19,7 +19,7 @@ from motet.kernels.triton import sampling_kernels
 from motet.kernels.triton.attention import LAUNCHES, SPLITTING
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink
-from motet.kernels.triton.lora import EXPANDS, MOST_SPLITS, SHRINKS, TILES
+from motet.kernels.triton.lora import LARGE, MOST_SPLITS, PREFILL, SMALL
 from motet.kernels.triton.pointwise import COLUMNS, COLUMNS_WARPS, GROUP, head_launch, norm_launch
 from motet.kernels.triton.pointwise_kernels import add_norm, rotate_and_store, silu_mul
 from motet.kernels.triton.sampling import CHUNK, ROOM, TILE, WARPS
@@ -29,8 +29,8 @@ from motet.kernels.triton.scatter import scatter_kernel
 
 POINTERS = {
     "pieces": "*i64", "source": "*i64", "target": "*i64",
-    "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "segments": "*i32",
-    "items": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32",
+    "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32",
+    "items": "*i32", "pages": "*i64", "scales": "*fp32", "header": "*i32",
     "q": "*bf16", "out": "*bf16", "kv": "*bf16", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
     "parts": "*fp32", "sums": "*fp32", "arrived": "*i32",
     "values": "*bf16", "adapted": "*i32", "weight": "*bf16", "qkv": "*bf16", "cos": "*bf16", "sin": "*bf16",
@@ -38,6 +38,7 @@ POINTERS = {
     "logits": "*fp32", "rules": "*fp64", "peaks": "*i64", "means": "*fp32", "pivots": "*i32", "table": "*fp32",
     "gathered": "*i32", "found": "*i32", "cuts": "*i32", "noise": "*fp64",
 }  # fmt: skip
+LORA = {"decode, few rows": SMALL, "decode": LARGE, "prefill": PREFILL}
 SAMPLING = [getattr(sampling_kernels, name) for name in WARPS]
 Configuration = tuple[Any, dict[str, Any], dict[str, Any]]
 UNALIGNED = ("scale", "eps", "adapted", "kv_slots")
@@ -55,26 +56,14 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configura
     """
     common = {"ALIGN": 1 if ragged else 16, "EARLY": True, "UPCAST": upcast}
     found: dict[str, Configuration] = {}
-    for plan, tile in TILES.items():
-        sizes, shrink, expand = {"M": tile.rows, "R": tile.ranks}, SHRINKS[plan], EXPANDS[plan]
-        constants = {**common, **sizes, "BK": shrink.block, "WIDE": shrink.wide, "FEW": tile.few, "WHOLE_K": not ragged}
-        found[f"shrink, {plan}"] = (lora_shrink, constants, _options(shrink))
-        constants = {
-            **common,
-            **sizes,
-            "S": 3,
-            "RANKS": expand.ranks,
-            "COLUMNS": tile.columns,
-            "BN": expand.block,
-        }
-        constants |= {
-            "FEW": tile.few,
-            "WIDE": tile.wide,
-            "PLANES": MOST_SPLITS if tile.few else 1,
-            "ADD": plan == "prefill",
-            "WHOLE_N": not ragged,
-        }
-        found[f"expand, {plan}"] = (lora_expand, constants, _options(expand, limited=not (ragged or upcast)))
+    for name, constants in LORA.items():
+        tile, shrink, expand = constants.tile, constants.shrink, constants.expand
+        both = {**common, "M": tile.rows, "FEW": tile.few, "FEW_R": tile.few_ranks}
+        of_shrink = {"R": tile.ranks, "BK": shrink.block, "WIDE": shrink.wide, "WHOLE_K": not ragged}
+        found[f"shrink, {name}"] = (lora_shrink, {**both, **of_shrink}, _options(shrink, limited=not (ragged or upcast)))
+        of_expand = {"SOME": tile.some, "R": expand.ranks, "BN": tile.columns, "WIDE": tile.wide, "WHOLE_N": not ragged}
+        of_expand |= {"PLANES": MOST_SPLITS if tile.few else 1, "ADD": name == "prefill"}
+        found[f"expand, {name}"] = (lora_expand, {**both, **of_expand}, _options(expand, limited=not (ragged or upcast)))
     return found
 
 
