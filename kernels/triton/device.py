@@ -192,6 +192,17 @@ def _b_tile(b_layer, pages, n_pages, j, width, n, inside, ALIGN: tl.constexpr, W
 
 
 @triton.jit
+def _by_halves(planes, PLANES: tl.constexpr, R: tl.constexpr):
+    """The sum of planes [PLANES, R]. Halves are added to each other, so that which threads hold what does not change a bit:
+    steps of few and of many rows have different numbers of threads.
+    """
+    if PLANES == 1:
+        return tl.reshape(planes, (R,))
+    else:  # not compiled for 1
+        return _by_halves(tl.sum(tl.reshape(planes, (2, PLANES // 2, R)), 0), PLANES // 2, R)
+
+
+@triton.jit
 def _expand_few(
     y_slice, y_stride, b_layer, pages, n_pages, width, start, scale, h_slice, h_row, h_plane, splits, rows, first, count,
     R: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
@@ -212,7 +223,7 @@ def _expand_few(
             _wait(EARLY)
             part = h_slice + (first + m) * h_row + (q * h_plane)[:, None] + (j + page * PAGE_RANKS)[None, :]
             planes = tl.load(part, mask=(q < splits)[:, None], other=0.0)
-            total += tl.sum(b.to(tl.float32) * tl.sum(planes, 0)[:, None], 0)
+            total += tl.sum(b.to(tl.float32) * _by_halves(planes, PLANES, R)[:, None], 0)
         total *= scale
         if ADD:
             total += tl.load(at, mask=inside, other=0.0).to(tl.float32)

@@ -111,7 +111,7 @@ def sampling(vocab_size: int) -> dict[str, Configuration]:
 
 
 def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any], *, fp32: bool = False) -> dict[str, Any]:
-    """Registers and local memory of the machine code, shared memory, and how global memory is read."""
+    """Registers and local memory of the machine code, shared memory, how global memory is read, and what is summed up."""
     names, pointers = kernel.arg_names, POINTERS
     if fp32 or constants.get("UPCAST"):
         pointers = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
@@ -139,6 +139,7 @@ def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any], *
         "loads_16_bits": len(re.findall(r"ld\.global[.\w:]*\.b16", ptx)),
         "stores_16": len(re.findall(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b64", ptx)),
         "stores_16_bits": len(re.findall(r"st\.global[.\w:]*\.b16", ptx)),
+        "summed": re.findall(r"\}\) : \(tensor<([\dx]*)xf32>\)", built.asm["ttir"]),  # shapes
     }
 
 
