@@ -169,19 +169,22 @@ def lora_shrink(
 
 
 @triton.jit
-def _a_rows(a_layer, pages, n_pages, K, R: tl.constexpr):
-    """Where the rows of A of a block of up to R ranks begin, and which of them the adapter has."""
-    j = tl.arange(0, R)
-    held = j // PAGE_RANKS < n_pages
-    line = tl.load(pages + j // PAGE_RANKS, mask=held, other=0)
-    return a_layer + line * 8 + (j % PAGE_RANKS) * K, held
+def _lines(pages, n_pages, j):
+    """The arena lines of the pages of ranks j of a block; `n_pages` is how many there are from `pages` on."""
+    return tl.load(pages + j // PAGE_RANKS, mask=j // PAGE_RANKS < n_pages, other=0)
 
 
 @triton.jit
-def _b_tile(b_layer, pages, n_pages, j, width, n, inside, ALIGN: tl.constexpr, WHOLE_N: tl.constexpr):
+def _a_rows(a_layer, pages, n_pages, K, R: tl.constexpr):
+    """Where the rows of A of a block of up to R ranks begin, and which of them the adapter has."""
+    j = tl.arange(0, R)
+    return a_layer + _lines(pages, n_pages, j) * 8 + (j % PAGE_RANKS) * K, j // PAGE_RANKS < n_pages
+
+
+@triton.jit
+def _b_tile(b_layer, line, n_pages, j, width, n, inside, ALIGN: tl.constexpr, WHOLE_N: tl.constexpr):
     """Ranks j of a block of B and columns n: [ranks, columns], 0 for ranks that the adapter lacks."""
     held = j // PAGE_RANKS < n_pages
-    line = tl.load(pages + j // PAGE_RANKS, mask=held, other=0)
     rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
     weights = b_layer + rank_row[:, None] + n[None, :]
     if WHOLE_N:
@@ -218,8 +221,11 @@ def _expand_few(
         row = tl.load(rows + first + m).to(tl.int64)
         at = y_slice + row * y_stride + n
         total = tl.zeros((BN,), dtype=tl.float32)
+        line = _lines(pages, n_pages, j)
         for page in range(0, n_pages, R // PAGE_RANKS):
-            b = _b_tile(b_layer, pages + page, n_pages - page, j, width, n, inside, ALIGN, WHOLE_N)
+            b = _b_tile(b_layer, line, n_pages - page, j, width, n, inside, ALIGN, WHOLE_N)
+            following = page + R // PAGE_RANKS
+            line = _lines(pages + following, n_pages - following, j)  # nothing waits for it
             _wait(EARLY)
             part = h_slice + (first + m) * h_row + (q * h_plane)[:, None] + (j + page * PAGE_RANKS)[None, :]
             planes = tl.load(part, mask=(q < splits)[:, None], other=0.0)
@@ -249,13 +255,14 @@ def _expand_many(
     n = start + tl.arange(0, BN)
     live = m < count
     inside = n < width
-    b = _b_tile(b_layer, pages, n_pages, j, width, n, inside, ALIGN, WHOLE_N)
+    b = _b_tile(b_layer, _lines(pages, n_pages, j), n_pages, j, width, n, inside, ALIGN, WHOLE_N)
     row = tl.load(rows + first + m, mask=live, other=0).to(tl.int64)
     part = h_slice + ((first + m) * h_row)[:, None] + j[None, :]
     _wait(EARLY)
     acc = _times_b(part, b, j, n_pages, live, tl.zeros((M, BN), dtype=tl.float32), UPCAST)
     for page in tl.range(R // PAGE_RANKS, n_pages, R // PAGE_RANKS, num_stages=1):
-        b = _b_tile(b_layer, pages + page, n_pages - page, j, width, n, inside, ALIGN, WHOLE_N)
+        line = _lines(pages + page, n_pages - page, j)
+        b = _b_tile(b_layer, line, n_pages - page, j, width, n, inside, ALIGN, WHOLE_N)
         acc = _times_b(part + page * PAGE_RANKS, b, j, n_pages - page, live, acc, UPCAST)
     acc *= scale
     y_tile = y_slice + (row * y_stride)[:, None] + n[None, :]
