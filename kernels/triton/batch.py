@@ -5,13 +5,13 @@
     adapted   1 for every row of the step that has an adapter, else 0
     groups    [first position, rows]: rows of one adapter, for which A and B are read once. More than M rows are divided evenly
     pages     the arena lines of the pages of every segment, which is a (group, projection)
-    items     blocks of ranks of a segment: [projection, first position, rows, first page, pages, first rank, segment]
-    tiles     columns of B of a segment: [projection, first position, rows, first page, pages, first column, segment]
-    header    [items, tiles], on the device: a captured graph finds a new batch's counts there
+    items     blocks of ranks of a segment: [projection, first position, rows, first page, pages, first rank, segment, items]
+    tiles     columns of B of a segment: [projection, first position, rows, first page, pages, first column, segment, tiles]
     scales    [layer, segment]
 
-Items and tiles are lines of 32 bytes, so that a program knows after one load what it works on. Segments with the longest tiles
-come first, so that no long tile is begun when the others are done.
+Items and tiles are lines of 32 bytes, so that a program knows after one load what it works on and how many lines there are: a
+captured graph finds a new batch's counts there. Lines without work are 0. Segments with the longest tiles come first, so that
+no long tile is begun when the others are done.
 
 `work_list` is pure numpy; `PackedBatch` lays the arrays of all four projection groups into one buffer and sends it in one
 copy. A buffer made for a number of rows takes every batch of up to that many, at the same addresses.
@@ -62,7 +62,6 @@ def split_k_for(items: int, multiprocessors: int) -> int:
 class GroupWork:
     """The arrays of one projection group ("qkv", ..); L layers, N segments, n items, t tiles."""
 
-    header: np.ndarray  # int32 [2]
     items: np.ndarray  # int32 [n, LINE]
     tiles: np.ndarray  # int32 [t, LINE]
     pages: np.ndarray  # int64
@@ -118,8 +117,8 @@ def _group_work(pool: LoraPool, slots: np.ndarray, groups: np.ndarray, modules: 
     widths = np.array([pool.shapes[name][1] for name in modules])[projection]
     tiles, column = _divided(segments, widths, columns)
     tiles[:, 5] = column
+    items[:, 7], tiles[:, 7] = len(items), len(tiles)
     return GroupWork(
-        header=np.array([len(items), len(tiles)], dtype=np.int32),
         items=items,
         tiles=tiles,
         pages=pool.table[np.repeat(slot, pages), np.repeat(module, pages), _counting(pages)].astype(np.int64),
@@ -156,14 +155,12 @@ def _most_tiles(pool: LoraPool, modules: tuple[str, ...], tile: Tile, rows: int)
 
 @dataclass(slots=True)
 class GroupTensors:
-    """A `GroupWork` on the device, and the number of items for which it has room."""
+    """A `GroupWork` on the device."""
 
-    header: torch.Tensor
     items: torch.Tensor
     tiles: torch.Tensor
     pages: torch.Tensor
     scales: torch.Tensor
-    max_items: int
 
 
 class PackedBatch:
@@ -181,12 +178,9 @@ class PackedBatch:
         self.positions = max_rows or len(work.rows)
         self._section((self.positions,), torch.int32)
         self._section((max_rows or len(work.adapted),), torch.int32)
-        limits: dict[str, int] = {}
         for name, modules in GROUPS.items():
             part, segments = work.parts[name], (max_rows or len(work.groups)) * len(modules)
-            limits[name] = _most_items(pool, modules, tile, max_rows) or len(part.items)
-            self._section((2,), torch.int32)
-            self._section((limits[name], LINE), torch.int32)
+            self._section((_most_items(pool, modules, tile, max_rows) or len(part.items), LINE), torch.int32)
             self._section((_most_tiles(pool, modules, tile, max_rows) or len(part.tiles), LINE), torch.int32)
             self._section((max_rows * len(modules) * most_pages or len(part.pages),), torch.int64)
             self._section((pool.layers, segments), torch.float32)
@@ -194,9 +188,9 @@ class PackedBatch:
         views = [self._buffer[at].view(dtype).view(shape) for at, dtype, shape in self._sections]
         self.rows, self.adapted = views[:2]
         self.parts = {}
-        for i, (name, max_items) in enumerate(limits.items()):
-            header, items, tiles, pages, scales = views[2 + 5 * i : 7 + 5 * i]
-            self.parts[name] = GroupTensors(header, items, tiles, pages, scales, max_items)
+        for i, name in enumerate(GROUPS):
+            items, tiles, pages, scales = views[2 + 4 * i : 6 + 4 * i]
+            self.parts[name] = GroupTensors(items, tiles, pages, scales)
         self.fill(work)
 
     def fill(self, work: WorkList) -> None:
@@ -204,8 +198,8 @@ class PackedBatch:
         arrays = [work.rows, work.adapted]
         for name in GROUPS:
             part = work.parts[name]
-            arrays += [part.header, part.items, part.tiles, part.pages, part.scales]
-        host = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)  # the caching allocator's
+            arrays += [part.items, part.tiles, part.pages, part.scales]
+        host = torch.zeros(self._bytes, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)  # the caching allocator's
         raw = host.numpy()
         for array, (at, _, shape) in zip(arrays, self._sections, strict=True):
             section = raw[at].view(array.dtype).reshape(shape)

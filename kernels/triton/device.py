@@ -10,17 +10,17 @@
 - Parts of K have planes of their own and are added in a fixed order: no atomics on values, so the same batch gives the same
   bits on every run. Expand adds those of few rows. Of more rows the program that ends last adds them and puts the sum
   into the first plane, because many tiles of expand read it; `arrived` counts the programs that have ended.
-- The numbers of items and tiles are in `header` on the device. Programs walk the list with a stride, so one grid, and one CUDA
-  graph, serves every batch that fits the buffers.
-- What a work item needs to know stands in one line of `items` or `tiles`, so that its loads do not wait for each other.
+- What a work item needs to know stands in one line of `items` or `tiles`, so that its loads do not wait for each other. A line
+  also says how many there are; those without work say 0. Programs walk the lines with a stride, so one grid, and one CUDA
+  graph, serves every batch for which there is `room`.
 - EARLY (from sm_90 on): a launch begins before the one ahead of it on the stream is over (programmatic dependent launch). It
   reads weights and work lists, which no kernel writes, waits for the launch ahead, and then reads and writes the rest.
 - Rows are gathered by `rows`. Masked elements are never read from the pool, so memory that an adapter does not own cannot
   change a result.
 
 ALIGN promises the compiler that sizes and strides are multiples of it, which it cannot derive from loaded or selected values:
-with 8 and more, pool and activations are read in 16-byte pieces. `layer`, `splits` and `scales_stride` differ between calls and
-batches and are not specialized, because Triton would compile the kernel again for a 1 and for multiples of 16.
+with 8 and more, pool and activations are read in 16-byte pieces. `layer`, `splits`, `room` and `scales_stride` differ between
+calls and batches and are not specialized, because Triton would compile the kernel again for a 1 and for multiples of 16.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def _shrink_many(
             _join(h_item, h_row, h_plane, splits, first, count, R)
 
 
-@triton.jit(do_not_specialize=["layer", "splits"])
+@triton.jit(do_not_specialize=["layer", "splits", "room"])
 def lora_shrink(
-    x, x_stride, arena, h, h_row, h_plane, rows, items, pages, header, arrived, layer, splits, span, ranks, K, N0, N1, N2,
+    x, x_stride, arena, h, h_row, h_plane, rows, items, room, pages, arrived, layer, splits, span, ranks, K, N0, N1, N2,
     M: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, FEW: tl.constexpr, FEW_R: tl.constexpr, WIDE: tl.constexpr,
     ALIGN: tl.constexpr, WHOLE_K: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def lora_shrink(
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    n_items = tl.load(header)
+    n_items = tl.load(items + LINE * tl.minimum(tl.program_id(0) // splits, room - 1) + 7)
     for work in range(tl.program_id(0), n_items * splits, tl.num_programs(0)):
         item = work // splits
         split = work % splits
@@ -272,9 +272,9 @@ def _expand_many(
     tl.store(y_tile, acc.to(y_slice.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["layer", "splits", "scales_stride"])
+@triton.jit(do_not_specialize=["layer", "splits", "room", "scales_stride"])
 def lora_expand(
-    y, y_stride, arena, h, h_row, h_plane, rows, tiles, pages, scales, scales_stride, header,
+    y, y_stride, arena, h, h_row, h_plane, rows, tiles, room, pages, scales, scales_stride,
     layer, splits, ranks, K, N0, N1, N2,
     M: tl.constexpr, SOME: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
     FEW: tl.constexpr, FEW_R: tl.constexpr, WIDE: tl.constexpr, PLANES: tl.constexpr,
@@ -286,7 +286,8 @@ def lora_expand(
     A tile has BN columns for many rows, of which R ranks are multiplied at once, and WIDE for few, FEW_R at once. Up to SOME of
     many rows are a smaller product.
     """
-    for work in range(tl.program_id(0), tl.load(header + 1), tl.num_programs(0)):
+    n_tiles = tl.load(tiles + LINE * tl.minimum(tl.program_id(0), room - 1) + 7)
+    for work in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         line = tiles + LINE * work
         s = tl.load(line)
         first = tl.load(line + 1)

@@ -151,7 +151,7 @@ class LoraBatch:
         self.groups = {name: self._group(pool, name, reserved=max_rows > 0) for name in GROUPS}
         planes = max(group.splits * group.slices for group in self.groups.values())
         self.h = torch.empty(planes * self.packed.positions * self.ranks, dtype=torch.float32, device=device)
-        most_items = max(group.part.max_items for group in self.groups.values())
+        most_items = max(len(group.part.items) for group in self.groups.values())
         self.arrived = torch.zeros(most_items, dtype=torch.int32, device=device)  # zero between launches
         self.side = SideStream(pool.arena.get_device()) if device.type == "cuda" else None
         self.started: Beside | None = None  # by start_lora, of the group under way
@@ -185,7 +185,7 @@ class LoraBatch:
         """K is divided by its own size alone in a decode step, so that a row's sums do not depend on the other rows."""
         sizes, part, launch = _sizes(pool, name), self.packed.parts[name], self.constants.shrink
         step = max(launch.block, launch.wide)
-        items = RESERVED_GROUPS * len(GROUPS[name]) if reserved else part.max_items
+        items = RESERVED_GROUPS * len(GROUPS[name]) if reserved else len(part.items)
         most = MOST_SPLITS if self.plan == "decode" else split_k_for(items, self.multiprocessors)
         span = -(-sizes[0] // (step * most)) * step
         return Group(
@@ -195,7 +195,7 @@ class LoraBatch:
             splits=-(-sizes[0] // span),
             span=span,
             aligned=all(size % 16 == 0 for size in sizes),
-            has_work=reserved or part.max_items > 0,
+            has_work=reserved or len(part.items) > 0,
             options=_options(self.constants, _upcast(pool), _early(pool.arena.device)),
         )
 
@@ -267,8 +267,8 @@ def _shrink(
     launch = _shrink_kernel(group.options, group.alignment(x), group.sizes[0])
     launch(
         _programs(batch, group.options.constants.shrink),
-        x, x.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.items, part.pages,
-        part.header, batch.arrived, layer, group.splits, group.span, batch.ranks, *group.sizes, stream=stream,
+        x, x.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.items,
+        len(part.items), part.pages, batch.arrived, layer, group.splits, group.span, batch.ranks, *group.sizes, stream=stream,
     )  # fmt: skip
 
 
@@ -286,8 +286,8 @@ def _expand(
     launch = _expand_kernel(group.options, group.alignment(y), group.sizes[1:], group.splits, add)
     launch(
         _programs(batch, group.options.constants.expand),
-        y, y.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.tiles, part.pages,
-        part.scales, part.scales.stride(0), part.header, layer, group.splits, batch.ranks, *group.sizes, stream=stream,
+        y, y.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.tiles, len(part.tiles),
+        part.pages, part.scales, part.scales.stride(0), layer, group.splits, batch.ranks, *group.sizes, stream=stream,
     )  # fmt: skip
 
 

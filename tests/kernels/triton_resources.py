@@ -30,7 +30,7 @@ from motet.kernels.triton.scatter import scatter_kernel
 POINTERS = {
     "pieces": "*i64", "source": "*i64", "target": "*i64",
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32",
-    "items": "*i32", "pages": "*i64", "scales": "*fp32", "header": "*i32",
+    "items": "*i32", "pages": "*i64", "scales": "*fp32",
     "q": "*bf16", "out": "*bf16", "kv": "*bf16", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
     "parts": "*fp32", "sums": "*fp32", "arrived": "*i32",
     "values": "*bf16", "adapted": "*i32", "weight": "*bf16", "qkv": "*bf16", "cos": "*bf16", "sin": "*bf16",
