@@ -6,7 +6,8 @@
 
 - A group is rows with the same adapter, whose weights are read once for all of them.
 - Groups of up to FEW rows are multiplied row by row with vector instructions: a tile of weights of 16 KiB and more is read at
-  once into registers, so that many bytes are in flight. Larger groups, of up to M rows, use tensor cores.
+  once into registers, so that many bytes are in flight. Larger groups, of up to M rows, use tensor cores. A tile of expand
+  has a smaller product for up to SOME of them.
 - Parts of K have planes of their own and are added in a fixed order: no atomics on values, so the same batch gives the same
   bits on every run. Expand adds those of few rows. Of more rows the program that ends last adds them and puts the sum
   into the first plane, because many tiles of expand read it; `arrived` counts the programs that have ended.
@@ -54,6 +55,16 @@ def _width(s, N0, N1, N2, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def _times_x(a, x, R: tl.constexpr, WIDE: tl.constexpr):
+    """a x [R], of a [R, WIDE] and x [WIDE]. In every two columns the second product is fused with the first one, which saves
+    registers and leaves no choice to the compiler."""
+    even, odd = tl.split(tl.reshape(a, (R, WIDE // 2, 2)))  # of 16 bits: as fp32 they would need too many registers
+    x_even, x_odd = tl.split(tl.reshape(x, (WIDE // 2, 2)))
+    first = even.to(tl.float32) * x_even.to(tl.float32)[None, :]
+    return tl.sum(tl.fma(odd.to(tl.float32), tl.broadcast_to(x_odd.to(tl.float32)[None, :], (R, WIDE // 2)), first), 1)
+
+
+@triton.jit
 def _shrink_few(
     x, x_stride, a_row, held, h_item, h_row, rows, first, count, begin, end, K,
     R: tl.constexpr, WIDE: tl.constexpr, WHOLE_K: tl.constexpr, EARLY: tl.constexpr,
@@ -73,7 +84,7 @@ def _shrink_few(
                 a = tl.load(a_row[:, None] + (k0 + k)[None, :], mask=held[:, None] & inside[None, :], other=0.0)
                 _wait(EARLY)
                 xs = tl.load(x + row * x_stride + k0 + k, mask=inside, other=0.0)
-            sums += tl.sum(a.to(tl.float32) * xs.to(tl.float32)[None, :], 1)
+            sums += _times_x(a, xs, R, WIDE)
         tl.store(h_item + (first + m) * h_row + tl.arange(0, R), sums)
 
 
@@ -283,8 +294,7 @@ def lora_expand(
     """y[rows, columns] += scale * h B for every tile of columns. Without ADD y is overwritten instead, with zeros where an
     adapter lacks the projection.
 
-    A tile has BN columns for many rows, of which R ranks are multiplied at once, and WIDE for few, FEW_R at once. Up to SOME of
-    many rows are a smaller product.
+    A tile has BN columns for many rows, of which R ranks are multiplied at once, and WIDE for few, FEW_R at once.
     """
     n_tiles = tl.load(tiles + LINE * tl.minimum(tl.program_id(0), room - 1) + 7)
     for work in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
@@ -308,19 +318,14 @@ def lora_expand(
                         rows, first, count, FEW_R, WIDE, PLANES, ADD, ALIGN, WHOLE_N, EARLY,
                     )  # fmt: skip
             if count > FEW:
-                if M == SOME:  # noqa: SIM114 (a constant: then the branches below are not compiled)
-                    _expand_many(
-                        y_slice, y_stride, b_layer, own_pages, n_pages, width, start, scale, h_slice, h_row, rows, first, count,
-                        M, R, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
-                    )  # fmt: skip
-                elif count > SOME:
-                    _expand_many(
-                        y_slice, y_stride, b_layer, own_pages, n_pages, width, start, scale, h_slice, h_row, rows, first, count,
-                        M, R, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
-                    )  # fmt: skip
-                else:
+                if count <= SOME:
                     _expand_many(
                         y_slice, y_stride, b_layer, own_pages, n_pages, width, start, scale, h_slice, h_row, rows, first, count,
                         SOME, R, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
+                    )  # fmt: skip
+                elif M > SOME:  # a constant: without it the branch is not compiled
+                    _expand_many(
+                        y_slice, y_stride, b_layer, own_pages, n_pages, width, start, scale, h_slice, h_row, rows, first, count,
+                        M, R, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
                     )  # fmt: skip
     _wait(EARLY)

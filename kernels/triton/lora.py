@@ -8,6 +8,7 @@ Two plans over the same kernels, shrink and expand (kernels/triton/device.py):
 
 Decode steps of up to SMALL_ROWS rows have constants of their own. In all of them K is divided by its own size alone and its
 parts are added in order, so that the sums of a row whose adapter has few rows do not depend on the other rows of the step.
+Kernels of both kinds of steps must round alike for that, so products are not fused with sums.
 
 The constants are fixed: nothing is tuned while serving. They were chosen on an H200 (bench/results/gpu.md); a test checks
 registers and load widths of the kernels compiled for sm_90 (tests/kernels/test_triton_compiled.py).
@@ -34,6 +35,7 @@ Beside = Literal["shrink", "all"]  # what runs beside the base model's product
 BESIDE: dict[LaunchPlan, Beside] = {"decode": "all", "prefill": "shrink"}
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
 MOST_SPLITS = 16  # of K in a decode step; h has a plane for each
+FUSED = False  # where a product is added to another, the compiler would choose which of them is rounded first: its bits would vary
 RESERVED_GROUPS = 16  # of rows, which a reserved batch of the prefill plan is divided for: a short prompt beside a few decodes
 
 
@@ -62,18 +64,18 @@ class Constants:
 SMALL_ROWS = 16
 SMALL = Constants(  # decode steps of up to SMALL_ROWS rows
     Tile(rows=16, some=16, ranks=32, columns=64, few=3, few_ranks=16, wide=512),
-    Launch(block=128, wide=512, warps=4, stages=3, programs=9, registers=96),
+    Launch(block=128, wide=512, warps=4, stages=3, programs=5, registers=96),
     Launch(ranks=32, warps=2, stages=2, programs=8, registers=128),
 )
 LARGE = Constants(  # other decode steps
     Tile(rows=32, some=16, ranks=32, columns=128, few=3, few_ranks=16, wide=1024),
-    Launch(block=128, wide=512, warps=4, stages=3, programs=9, registers=96),
+    Launch(block=128, wide=512, warps=4, stages=3, programs=5, registers=96),
     Launch(ranks=64, warps=4, stages=2, programs=8, registers=128),
 )
 PREFILL = Constants(
     Tile(rows=64, some=64, ranks=64, columns=64),
     Launch(block=64, wide=64, warps=4, stages=4, programs=2),
-    Launch(ranks=64, warps=8, stages=2, programs=2, registers=128),
+    Launch(ranks=64, warps=4, stages=2, programs=4, registers=128),
 )
 PLANS: tuple[LaunchPlan, ...] = ("decode", "prefill")
 
@@ -301,8 +303,7 @@ def _shrink_kernel(options: Options, align: int, k: int) -> Kernel:
         lora_shrink,
         M=tile.rows, R=tile.ranks, BK=launch.block, FEW=tile.few, FEW_R=tile.few_ranks, WIDE=launch.wide, ALIGN=align,
         WHOLE_K=k % max(launch.block, launch.wide) == 0, EARLY=options.early, UPCAST=options.upcast,
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=options.early,
-        maxnreg=_registers(options, launch, align),
+        **_compiled_with(options, launch, align),
     )  # fmt: skip
 
 
@@ -314,13 +315,18 @@ def _expand_kernel(options: Options, align: int, outs: tuple[int, ...], splits: 
         M=tile.rows, SOME=tile.some, R=launch.ranks, BN=tile.columns, FEW=tile.few, FEW_R=tile.few_ranks, WIDE=tile.wide,
         PLANES=triton.next_power_of_2(splits) if tile.few else 1, ADD=add, ALIGN=align,
         WHOLE_N=all(n % max(tile.wide, tile.columns) == 0 for n in outs), EARLY=options.early, UPCAST=options.upcast,
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=options.early,
-        maxnreg=_registers(options, launch, align),
+        **_compiled_with(options, launch, align),
     )  # fmt: skip
 
 
-def _registers(options: Options, launch: Launch, align: int) -> int | None:
-    return None if align == 1 or options.upcast else launch.registers
+def _compiled_with(options: Options, launch: Launch, align: int) -> dict[str, int | bool | None]:
+    return {
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+        "enable_fp_fusion": FUSED,
+        "launch_pdl": options.early,
+        "maxnreg": None if align == 1 or options.upcast else launch.registers,
+    }
 
 
 def _sizes(pool: LoraPool, group: str) -> tuple[int, int, int, int]:

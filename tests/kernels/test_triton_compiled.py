@@ -96,6 +96,14 @@ def test_small_and_large_decode_steps_sum_in_an_order_that_their_threads_do_not_
     assert compiled["shrink, decode, few rows"]["summed"] == compiled["shrink, decode"]["summed"]
 
 
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_products_are_fused_with_sums_only_where_the_kernel_says_so(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    """Elsewhere the compiler would choose which of two products is rounded, and choose otherwise for steps of another size."""
+    launch, tile = LAUNCHES[name], LORA[name.split(", ", 1)[1]].tile
+    pairs = tile.few_ranks * launch.wide // 2 // (32 * launch.warps) if "shrink" in name else 0  # of columns, in each thread
+    assert compiled[name]["fused"] == pairs
+
+
 @pytest.mark.parametrize("name", [*ATTENTION, "decode, divided", "fp32, divided"])
 def test_attention_does_not_spill_and_reads_in_pieces_of_16_bytes(compiled: dict[str, dict[str, Any]], name: str) -> None:
     used = compiled[f"attention, {name}"]

@@ -176,14 +176,15 @@ def test_a_step_of_the_base_alone_starts_nothing() -> None:
     assert start_lora(x.to(DEVICE), pool, 0, "o", LoraBatch.build(pool, np.full(2, -1, dtype=np.int32))) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("others", [5, 40], ids=["a small step", "a large step"])
-def test_a_row_has_the_same_sums_whatever_else_is_in_the_decode_step(others: int) -> None:
-    pool, _ = gpu_pool((16, 40, 8))
-    slots = np.array([0, 1, 2, 0, -1, 1, *[2] * others], dtype=np.int32)
-    y, x = (tensor.to(DEVICE) for tensor in random_io("down", len(slots)))
+def test_a_row_has_the_same_sums_whatever_else_is_in_the_decode_step(others: int, dtype: torch.dtype) -> None:
+    pool, _ = gpu_pool((16, 40, 8), dtype)
+    slots = np.array([0, 1, 2, 0, -1, 1, 1, *[2] * others], dtype=np.int32)
+    y, x = (tensor.to(DEVICE) for tensor in random_io("down", len(slots), dtype))
     together = y.clone()
     add_lora(together, x, pool, 0, "down", LoraBatch.build(pool, slots, "decode"))
-    for row in (0, 1, 3):
+    for row in (0, 1, 3, 5, 6):
         alone = y[row : row + 1].clone()
         add_lora(alone, x[row : row + 1], pool, 0, "down", LoraBatch.build(pool, slots[row : row + 1]))
         assert torch.equal(alone, together[row : row + 1])

@@ -19,7 +19,7 @@ from motet.kernels.triton import sampling_kernels
 from motet.kernels.triton.attention import LAUNCHES, SPLITTING
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink
-from motet.kernels.triton.lora import LARGE, MOST_SPLITS, PREFILL, SMALL
+from motet.kernels.triton.lora import FUSED, LARGE, MOST_SPLITS, PREFILL, SMALL, Launch
 from motet.kernels.triton.pointwise import COLUMNS, COLUMNS_WARPS, GROUP, head_launch, norm_launch
 from motet.kernels.triton.pointwise_kernels import add_norm, rotate_and_store, silu_mul
 from motet.kernels.triton.sampling import CHUNK, ROOM, TILE, WARPS
@@ -56,14 +56,19 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configura
     """
     common = {"ALIGN": 1 if ragged else 16, "EARLY": True, "UPCAST": upcast}
     found: dict[str, Configuration] = {}
+
+    def lora_options(launch: Launch) -> dict[str, Any]:
+        limit = None if ragged or upcast else launch.registers
+        return {**_options(launch), "enable_fp_fusion": FUSED, "maxnreg": limit}
+
     for name, constants in LORA.items():
         tile, shrink, expand = constants.tile, constants.shrink, constants.expand
         both = {**common, "M": tile.rows, "FEW": tile.few, "FEW_R": tile.few_ranks}
         of_shrink = {"R": tile.ranks, "BK": shrink.block, "WIDE": shrink.wide, "WHOLE_K": not ragged}
-        found[f"shrink, {name}"] = (lora_shrink, {**both, **of_shrink}, _options(shrink, limited=not (ragged or upcast)))
+        found[f"shrink, {name}"] = (lora_shrink, {**both, **of_shrink}, lora_options(shrink))
         of_expand = {"SOME": tile.some, "R": expand.ranks, "BN": tile.columns, "WIDE": tile.wide, "WHOLE_N": not ragged}
         of_expand |= {"PLANES": MOST_SPLITS if tile.few else 1, "ADD": name == "prefill"}
-        found[f"expand, {name}"] = (lora_expand, {**both, **of_expand}, _options(expand, limited=not (ragged or upcast)))
+        found[f"expand, {name}"] = (lora_expand, {**both, **of_expand}, lora_options(expand))
     return found
 
 
@@ -75,9 +80,8 @@ def attention(kind: str, *, divided: bool) -> Configuration:
     return paged_attention, constants, _options(launch)
 
 
-def _options(launch: Any, *, limited: bool = False) -> dict[str, Any]:
-    found = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
-    return {**found, "maxnreg": launch.registers} if limited else found
+def _options(launch: Any) -> dict[str, Any]:
+    return {"num_warps": launch.warps, "num_stages": launch.stages}
 
 
 def between_products(hidden: int, heads: int, head_dim: int, mlp: int) -> dict[str, Configuration]:
@@ -127,12 +131,15 @@ def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any], *
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        machine_code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
         "registers": int(re.findall(r"REG:(\d+)", used)[0]),
         "local_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", used))),  # spills, if any
         "shared_bytes": built.metadata.shared,
         "products": len(re.findall(r"wgmma\.mma|mma\.sync", ptx)),
         "wide_products": len(re.findall(r"wgmma\.mma", ptx)),
+        "fused": len(re.findall(r"\bFFMA\b", machine_code)),  # products whose sum with another number is rounded once
         "copies_16": len(re.findall(r"cp\.async\.cg\.shared\.global[^;]*, 0x10|cp\.async\.cg\.shared\.global[^;]*, 16", ptx)),
         "copies_narrow": len(re.findall(r"cp\.async\.ca\.", ptx)),
         "loads_16": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", ptx)),
