@@ -91,7 +91,7 @@ format: $(DEV_STAMP) ## format the code
 # prints when it ends the process.
 , := ,
 SANITIZED_ISAS = $$($(BIN)/python -c 'from motet.kernels.cpu import available_isas as a; print(*{a()[0]: 0, a()[-1]: 0})')
-SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_products.py cpu_lora.py cpu_attention.py merging.py loading.py cpu_assist.py)
+SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_products.py cpu_lora.py cpu_attention.py merging.py loading.py device_loading.py cpu_assist.py)
 SANITIZED = $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --capture=sys --timeout 1800 $(SANITIZED_TESTS) $(ARGS)
 # $(call sanitized,flags,libraries to preload,options)
 define sanitized

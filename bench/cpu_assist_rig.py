@@ -121,6 +121,7 @@ class EngineRig:
         self.link_bytes = 0
         self.modes: dict[str, int] = {}
         self.ran: list[Ran] = []  # steps of the last `serve`
+        self.copied, self.copying_s = 0, 0.0  # bytes of adapters while the last `serve` ran, and how long the link was busy
         self._warm_up(ranks, warm_prompts)
 
     def __enter__(self) -> Self:
@@ -140,7 +141,10 @@ class EngineRig:
             self._engine.load_adapter(adapter)
         self._drain()
         self.link_bytes, self.modes, self.ran = 0, {}, []
+        before = self._engine.runner.link
         answers = self._run([*asked, *beside], adapters)
+        after = self._engine.runner.link
+        self.copied, self.copying_s = after.bytes_copied - before.bytes_copied, after.busy_s - before.busy_s
         for adapter in adapters:
             self._engine.unload_adapter(adapter.digest)
         self._drain()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from motet.kernels.pool import LoraPool
+from motet.kernels.pool import LoraPool, PackedLora
 
 FIRST_GUESS_BYTES_PER_S = 4e9
 """Assumed rate until the first copy is measured, without emulation."""
@@ -55,14 +55,17 @@ class Sources:
 
     def __init__(self, pool: LoraPool) -> None:
         self._pool = pool
-        self._sources: dict[int, Any] = {}  # by slot
+        self._sources: dict[int, tuple[PackedLora, Any]] = {}  # by slot: an adapter, and the owner of its memory
 
     def finished(self) -> list[Any]:
-        """The sources of completed loads, each returned once. They are not read any more."""
-        whole = [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]
-        return [self._sources.pop(slot) for slot in whole]
+        """The owners of completed loads, each returned once. They are not read any more."""
+        whole = [slot for slot in self._sources if self._whole(slot)]
+        return [self._sources.pop(slot)[1] for slot in whole]
 
     @property
     def under_way(self) -> Mapping[int, Any]:
-        """{slot: source} of loads that `finished` has not returned yet."""
-        return self._sources
+        """{slot: owner} of loads that `finished` has not returned yet."""
+        return {slot: kept for slot, (_, kept) in self._sources.items()}
+
+    def _whole(self, slot: int) -> bool:
+        return bool(self._pool.loaded_layers[slot] == self._pool.layers)

@@ -110,6 +110,8 @@ class DeviceLink:
 class Copies:
     """The link of one worker as `policies.step.batch_core` sees it; and how running copies delay requests and steps."""
 
+    launch_ms = 0.0
+
     def __init__(self, model: LinkModel, perf: PerfModel) -> None:
         self.perf, self.assist, self.bytes_per_s = perf, model.assist, model.bytes_per_s
         self.link = DeviceLink(model)

@@ -39,12 +39,14 @@ RANK = 64  # on all modules: 335 MB of an 8B
 PROCESSES = 4
 ARRIVALS, DECODING = 16, 16
 GAP_S = 0.15  # between arrivals, the mean
+COPIES, COPY_GAP_S = 6, 0.3
+LONG_PROMPT = 1024
 PROCESS_S = 30.0
 SYNC_TOKENS = 64
 
 
 class Cold:
-    """Stage 5: requests whose adapter is not on the device."""
+    """Stage 5: requests whose adapter is not on the device, and copies of adapters."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed, self._rank = bed, bed.pick(RANK, 16)
@@ -54,6 +56,7 @@ class Cold:
         lengths = self._bed.pick((128, 512, 16, 2000), (16,))
         lone = [Point(f"alone, {tokens} tokens", partial(self._alone, tokens), 150.0) for tokens in lengths]
         return [
+            Point("copies", self._copies, 90.0),
             Point("burst beside decoding", self._burst, 240.0),
             *lone[:2],
             Point("round trips", self._round_trips),
@@ -98,6 +101,31 @@ class Cold:
                     found["auto_chose"] |= rig.modes
         return found | {f"{way}_ms": statistics.median(ones) for way, ones in times.items()}
 
+    def _copies(self) -> Line:
+        """GB/s of copies: while nothing else runs, beside decode steps, and beside steps with long prompts.
+
+        Requests come one after the other and wait for their adapters. `step_ms`: the median of all steps.
+        """
+        bed, rig = self._bed, self._rig
+        count, gap_s = bed.pick((COPIES, COPY_GAP_S), (2, 0.01))
+        asked = [Asked(0.1 + gap_s * i, prompts(1, 16, seed=i)[0], 2) for i in range(count)]
+        lasting_s = gap_s * (count + 1)
+        decoding, tokens, others = bed.pick((DECODING, LONG_PROMPT, DECODING), (2, 16, 2))
+        steps = bed.pick(int(lasting_s / 0.007), 12)
+        loads = {
+            "alone": [],
+            "decode": [Asked(0.0, prompts(1, 16, seed=100 + i)[0], steps) for i in range(decoding)],
+            "prompts": [Asked(lasting_s * i / others, prompts(1, tokens, seed=200 + i)[0], 2) for i in range(others)],
+        }
+        found: Line = {"rank": self._rank, "copies": count}
+        for name, beside in loads.items():
+            answers = rig.serve(asked, self._rank, "on demand", beside)
+            found[f"{name}_gb_s"] = rig.copied / rig.copying_s / 1e9
+            found[f"{name}_copy_ms"] = 1e3 * rig.copying_s / count
+            found[f"{name}_ttft_ms"] = statistics.median(one.ttft_ms for one in answers[:count])
+            found[f"{name}_step_ms"] = statistics.median(one.took_ms for one in rig.ran)
+        return found
+
     def _burst(self) -> Line:
         """New requests with an adapter each while others decode: their first tokens, and the others' gaps between tokens."""
         bed, rig = self._bed, self._rig
@@ -115,11 +143,12 @@ class Cold:
             for way in WAYS:
                 answers = rig.serve(asked, self._rank, way, beside)
                 rounds[way].append(_times(answers[:arrivals], answers[arrivals:]))
+                rounds[way][-1]["copy_gb_s"] = rig.copied / rig.copying_s / 1e9 if rig.copying_s else 0.0
                 seen[way] = {"modes": rig.modes, "prompt_steps": _parts([one for one in rig.ran if one.prefill_tokens])}
                 seen[way]["decode_steps"] = _parts([one for one in rig.ran if not one.prefill_tokens])
         for way, ones in rounds.items():
             found[way] = {name: statistics.median(one[name] for one in ones) for name in ones[0]} | seen[way]
-        return found | {"prompt_graphs": self._served.prompt_graphs}
+        return found | self._served.graphs
 
     def _round_trips(self) -> Line:
         cores = len(os.sched_getaffinity(0))

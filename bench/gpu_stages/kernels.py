@@ -89,7 +89,7 @@ class Kernels:
         middle = sorted(plain, key=lambda one: one["took_ms"])[steps // 2]
         line = self._line(seen, BESIDE + 1, adapters + 1, steps, middle["took_ms"], 0)
         line |= {"parts_ms": middle, "new_ms": new, "each_ms": [one["took_ms"] for one in plain]}
-        line["prompt_graphs"] = served.prompt_graphs
+        line |= served.graphs
         return line | {"functions": _functions(host, steps)}
 
     def _prompt_step(self, number: int, host: cProfile.Profile | None = None) -> dict[str, float]:

@@ -30,7 +30,8 @@ TESTS = [
     "test_triton_sampling",
     "test_triton_batch",
     "test_device",
-    "test_staging",
+    "test_loading",
+    "test_device_loading",
 ]
 
 

@@ -98,7 +98,9 @@ class Served:
             **options,
         )
         self.times = StepTimes(START_PERF)
+        began_s = now_s()
         self.assembly = assemble(worker, home, self.times, link_bytes_per_s=link_bytes_per_s)
+        self.start_s = now_s() - began_s
         self.engine: Engine = self.assembly.engine
         self.hosts = {rank: host_adapter(self.config, rank, torch.bfloat16) for rank in set(ranks)}
         self.adapters = [another(self.hosts[rank], f"{rank}-{i}") for i, rank in enumerate(ranks)]
@@ -111,10 +113,11 @@ class Served:
         return type(runner.memory.cache.library).__name__
 
     @property
-    def prompt_graphs(self) -> int:
-        """How many graphs of steps with prompts there are."""
+    def graphs(self) -> Line:
+        """How many CUDA graphs there are, and how many seconds the whole assembly took, which captures most of them."""
         steps: Any = self.engine.runner.steps  # type: ignore[attr-defined]
-        return 0 if steps.prompts is None else len(steps.prompts.captured)
+        counts = {"decode_graphs": steps.graphs, "prompt_graphs": steps.prompts}
+        return {name: 0 if kind is None else len(kind.captured) for name, kind in counts.items()} | {"start_s": self.start_s}
 
     def load(self, count: int) -> int:
         """Copy the first adapters to the device. Returns how many there was room for."""

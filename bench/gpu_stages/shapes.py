@@ -125,6 +125,7 @@ def host_adapter(config: ModelConfig, rank: int, dtype: torch.dtype, *, modules:
         memory=memory,
         fd=fd,
         data_start=0,
+        anonymous=True,
     )
 
 

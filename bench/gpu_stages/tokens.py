@@ -119,6 +119,8 @@ class Tokens:
         options = {"link": cold != "blocking", "assist": assist, "graphs": graphs, "elastic": elastic}
         runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, **options)
         recorded = _graphs(self._bed, runner, prompts=prompts) if graphs else None
+        if prompts and not self._bed.dry:
+            runner.prepare()  # as a worker does; the other points have graphs that are captured in between
         blocks = _Divisions(runner).blocks
         limits = EngineLimits(max_running=64, block_size=BLOCK, kv_blocks=kv_blocks)
         decides = WorkerOptions(max_step_tokens=256, max_loras=max_loras, prefix_cache=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -138,6 +138,26 @@ class Assist(Structure):
     ]
 
 
+class DeviceCalls(Structure):
+    """Functions of a device's driver, the context and the stream to use them with, and the memory that a loader needs."""
+
+    _fields_ = [
+        ("use", c_void_p),
+        ("copy", c_void_p),
+        ("write", c_void_p),
+        ("create", c_void_p),
+        ("record", c_void_p),
+        ("query", c_void_p),
+        ("destroy", c_void_p),
+        ("context", c_void_p),
+        ("stream", c_void_p),
+        ("words", c_uint64),
+        ("ring", c_void_p),
+        ("part_bytes", c_int64),
+        ("parts", c_int64),
+    ]
+
+
 class Step(Structure):
     """One step's rows."""
 
@@ -181,6 +201,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 7, c_void_p]),
     "motet_loader_new": (c_void_p, [POINTER(Pool), c_int64, c_int64, c_double]),
+    "motet_loader_on_device": (c_void_p, [POINTER(Pool), POINTER(DeviceCalls), c_int64, c_double, c_int64]),
     "motet_loader_free": (None, [c_void_p]),
     "motet_loader_begin": (None, [c_void_p, c_int64, POINTER(Pool)]),
     "motet_loader_cancel": (None, [c_void_p, c_int64]),
@@ -189,6 +210,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "motet_loader_release": (None, [c_void_p]),
     "motet_loader_state": (None, [c_void_p, POINTER(c_int64)]),
     "motet_loader_ahead": (c_int64, [c_void_p, c_int64]),
+    "motet_loader_give_up": (None, [c_void_p, c_int64]),
+    "motet_loader_failure": (c_int64, [c_void_p, c_int64]),
+    "motet_loader_mended": (None, [c_void_p, c_int64]),
+    "motet_host_calls": (None, [POINTER(DeviceCalls)]),
     "motet_channel_bytes": (c_int64, [POINTER(Pool), c_int64]),
     "motet_channel_init": (None, [c_void_p, POINTER(Pool), c_int64, c_int64, c_int64, c_uint32]),
     "motet_channel_new": (c_void_p, [c_void_p]),

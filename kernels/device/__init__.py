@@ -1,10 +1,9 @@
 """Copies adapters to a GPU beside its steps, while CPU LoRA processes compute the missing layers.
 
 streams.py           a device's streams, and 32-bit words (numbers) in host memory that they write and wait for
-driver.py            writing and waiting for words with the CUDA driver
+driver.py            the CUDA driver's functions for words and copies
 virtual_memory.py    physical pages and address ranges of the CUDA driver
-loading.py           copies beside the steps, layer by layer
-staging.py           a layer's way to the device: gathered, copied at once, scattered
+loading.py           copies beside the steps, layer by layer, by a compiled thread
 assist.py            a step in which CPU LoRA processes compute some rows
 
 The thread that enqueues a step never waits for the device: only streams wait, for words.

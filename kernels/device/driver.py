@@ -1,7 +1,8 @@
 """The CUDA driver, bound with ctypes, so that neither headers nor a build are needed on the machine.
 
 `MemoryOperations`: a stream that writes and waits for 32-bit words in registered host memory. A wait costs the device less than
-a kernel launch; a host function on the stream, the usual way to call a CPU, costs some 26 us.
+a kernel launch; a host function on the stream, the usual way to call a CPU, costs some 26 us. `calls` are the driver's
+functions for a compiled thread that copies (kernels/cpu/src/device_target.h).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
+
+from motet.kernels.cpu.library import DeviceCalls
 
 REGISTER_PORTABLE, REGISTER_DEVICEMAP = 1, 2
 WAIT_GEQ = 0  # (int32_t)(word - value) >= 0: numbers may wrap
@@ -68,6 +71,17 @@ class MemoryOperations(Driver):
         self._pointer = self._function("cuMemHostGetDevicePointer_v2", POINTER(c_uint64), c_void_p, c_uint)
         self._write = self._function("cuStreamWriteValue32_v2", c_void_p, c_uint64, c_uint32, c_uint)
         self._wait = self._function("cuStreamWaitValue32_v2", c_void_p, c_uint64, c_uint32, c_uint)
+        self._current = self._function("cuCtxGetCurrent", POINTER(c_void_p))
+        u64, size, flags, p, to = c_uint64, c_size_t, c_uint, c_void_p, POINTER(c_void_p)
+        self._copying = {
+            "use": self._function("cuCtxSetCurrent", p),
+            "copy": self._function("cuMemcpyHtoDAsync_v2", u64, p, size, p),
+            "write": self._write,
+            "create": self._function("cuEventCreate", to, flags),
+            "record": self._function("cuEventRecord", p, p),
+            "query": self._function("cuEventQuery", p),
+            "destroy": self._function("cuEventDestroy_v2", p),
+        }
         self._starts: list[int] = []  # of registered memory, sorted
         self._spans: dict[int, tuple[int, int]] = {}  # {start: (bytes, the device's address of it)}
 
@@ -87,13 +101,21 @@ class MemoryOperations(Driver):
 
     def write(self, stream: int, word: int, value: int) -> None:
         """Write `value` modulo 2^32 to the word when all earlier work on `stream` is done."""
-        self._call("cuStreamWriteValue32", self._write(stream, self._there(word), value & 0xFFFFFFFF, WRITE_AFTER_ALL_ELSE))
+        self._call("cuStreamWriteValue32", self._write(stream, self.there(word), value & 0xFFFFFFFF, WRITE_AFTER_ALL_ELSE))
 
     def wait(self, stream: int, word: int, value: int) -> None:
         """Let later work on `stream` begin only when the word has reached `value`."""
-        self._call("cuStreamWaitValue32", self._wait(stream, self._there(word), value & 0xFFFFFFFF, WAIT_GEQ))
+        self._call("cuStreamWaitValue32", self._wait(stream, self.there(word), value & 0xFFFFFFFF, WAIT_GEQ))
 
-    def _there(self, word: int) -> int:
+    def calls(self, stream: int) -> DeviceCalls:
+        """The functions to copy on a stream with, for a thread that has no context yet: it takes that of this thread."""
+        context = c_void_p()
+        self._call("cuCtxGetCurrent", self._current(byref(context)))
+        addresses = {name: ctypes.cast(function, c_void_p) for name, function in self._copying.items()}  # type: ignore[arg-type]
+        return DeviceCalls(**addresses, context=context, stream=stream)
+
+    def there(self, word: int) -> int:
+        """The device's address of a word in registered memory."""
         at = bisect_right(self._starts, word) - 1
         start = self._starts[at] if at >= 0 else 0
         nbytes, there = self._spans.get(start, (0, 0))

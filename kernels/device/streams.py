@@ -15,13 +15,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol, Self
 
 import torch
 
-from motet.kernels.cpu.library import CpuEngine
+from motet.kernels.cpu.library import CpuEngine, DeviceCalls
 from motet.kernels.device.driver import DriverError, MemoryOperations
 
 # Streams that wait for each other through words must not share a queue of the hardware, or neither goes on. CUDA has 8 queues
@@ -53,6 +54,8 @@ class Memory(Protocol):
 
     def register(self, address: int, nbytes: int) -> None: ...
     def forget(self, address: int) -> None: ...
+    def there(self, word: int) -> int:
+        """The device's address of registered memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class DeviceStreams:
     copies: Stream
     assist: Stream
     memory: Memory
+    calls: Callable[[], DeviceCalls]  # the functions of the copies' stream, for a compiled thread
     device: torch.device
 
 
@@ -75,7 +79,8 @@ def cuda_streams(device: torch.device, operations: MemoryOperations) -> DeviceSt
     torch.cuda.set_device(device)  # of this thread, as registering memory needs it
     copies, assist = (_CudaStream(operations, device, torch.cuda.Stream(device)) for _ in range(2))
     try_waiting(operations, copies)
-    return DeviceStreams(_CudaStream(operations, device, None), copies, assist, operations, device)
+    steps = _CudaStream(operations, device, None)
+    return DeviceStreams(steps, copies, assist, operations, lambda: operations.calls(copies.torch.cuda_stream), device)
 
 
 def numbered(device: torch.device) -> torch.device:
@@ -86,7 +91,7 @@ def numbered(device: torch.device) -> torch.device:
 def host_streams(engine: CpuEngine) -> DeviceStreams:
     """Streams for a device that is the CPU."""
     here = _HostStream(engine.library)
-    return DeviceStreams(here, here, here, here, torch.device("cpu"))
+    return DeviceStreams(here, here, here, here, here.calls, torch.device("cpu"))
 
 
 def try_waiting(operations: MemoryOperations, stream: _CudaStream) -> None:
@@ -175,6 +180,14 @@ class _HostStream:
 
     def forget(self, address: int) -> None:
         pass
+
+    def there(self, word: int) -> int:
+        return word
+
+    def calls(self) -> DeviceCalls:
+        found = DeviceCalls()
+        self._library.motet_host_calls(ctypes.byref(found))
+        return found
 
 
 class _HostMark:

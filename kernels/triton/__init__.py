@@ -7,7 +7,6 @@ sampling.py    the next tokens
 pointwise.py   norms, rotation and activation between a layer's products
 batch.py       a step's work list, once per batch
 lora.py        the plans, their launch constants, add_lora
-scatter.py     the pages of an adapter's layer to their places
 """
 
 from motet.kernels.triton.lora import PLANS, LoraBatch, add_lora, plan_for, prepare, start_lora

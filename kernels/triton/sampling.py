@@ -14,6 +14,7 @@ over tiles.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ import triton
 
 from motet.kernels.to_device import fill, send
 from motet.kernels.triton import sampling_kernels as kernels
+from motet.kernels.triton.launch import Kernel
 from motet.kernels.types import DrawRules
 
 TILE = 4096  # logits of a program
@@ -49,13 +51,13 @@ class Draws:
 
     def __init__(self, rules: DrawRules, vocab_size: int, device: torch.device) -> None:
         rows, tiles = len(rules.temperature), triton.cdiv(vocab_size, TILE)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._tiles = vocab_size, tiles
+        self.kernels = dict(kernels_for(vocab_size, ROOM))
         self._drawing = bool(rules.drawing.any())
         filtered = rules.drawing & ((rules.top_k > 0) | (rules.top_p < 1))
         self._filtered = bool(filtered.any())
         self._rules = send(_table(rules), device)
         self._noise = torch.zeros(rows, dtype=torch.float64, device=device)
-        self._sizes = {"VOCAB": vocab_size, "TILES": tiles, "PADDED": triton.next_power_of_2(tiles)}
 
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -83,39 +85,32 @@ class Draws:
 
     def launch(self, logits: torch.Tensor) -> None:
         """The launches alone, with the noise of the last `draw`."""
-        rows, work = len(logits), self.workspace
+        rows, rules, work = len(logits), self._rules, self.workspace
         assert logits.is_contiguous() and logits.shape[1] == self._vocab_size, "the kernels derive addresses from shapes alone"
-        tiles = (self._sizes["TILES"], rows)
-        sizes = {**self._sizes, "TILE": TILE}
-        kernels.peak_tiles[tiles](
-            logits, work.peaks, work.means,
-            VOCAB=self._vocab_size, TILES=tiles[0], TILE=TILE, num_warps=WARPS["peak_tiles"],
-        )  # fmt: skip
+        run, tiles = self.kernels, (self._tiles, rows)
+        run["peak_tiles"](tiles, logits, work.peaks, work.means)
         if self._filtered:
-            self._select(logits, tiles)
+            searched = work.pivots, work.table, work.gathered
+            run["measure_tiles"](tiles, logits, rules, work.peaks, work.means, *searched)
+            run["gather_keys"](tiles, logits, rules, work.peaks, *searched, work.found)
+            run["select_key"]((rows,), logits, rules, work.peaks, *searched, work.found, work.cuts)
         if self._drawing:
-            kernels.weigh_tiles[tiles](
-                logits, self._rules, work.peaks, work.cuts, work.sums, **sizes, num_warps=WARPS["weigh_tiles"]
-            )
-        kernels.pick_token[(rows,)](
-            logits, self._rules, work.peaks, work.cuts, work.sums, self._noise, self._out,
-            **sizes, num_warps=WARPS["pick_token"],
-        )  # fmt: skip
+            run["weigh_tiles"](tiles, logits, rules, work.peaks, work.cuts, work.sums)
+        run["pick_token"]((rows,), logits, rules, work.peaks, work.cuts, work.sums, self._noise, self._out)
 
-    def _select(self, logits: torch.Tensor, tiles: tuple[int, int]) -> None:
-        work, sizes = self.workspace, self._sizes
-        kernels.measure_tiles[tiles](
-            logits, self._rules, work.peaks, work.means, work.pivots, work.table, work.gathered,
-            **sizes, TILE=TILE, num_warps=WARPS["measure_tiles"],
-        )  # fmt: skip
-        kernels.gather_keys[tiles](
-            logits, self._rules, work.peaks, work.pivots, work.table, work.gathered, work.found,
-            **sizes, TILE=TILE, ROOM=ROOM, num_warps=WARPS["gather_keys"],
-        )  # fmt: skip
-        kernels.select_key[(len(logits),)](
-            logits, self._rules, work.peaks, work.pivots, work.table, work.gathered, work.found, work.cuts,
-            **sizes, CHUNK=CHUNK, ROOM=ROOM, num_warps=WARPS["select_key"],
-        )  # fmt: skip
+
+@cache
+def kernels_for(vocab_size: int, room: int) -> dict[str, Kernel]:
+    """The kernels by name, in the order of the launches."""
+    tiles = triton.cdiv(vocab_size, TILE)
+    constants = {"VOCAB": vocab_size, "TILES": tiles, "PADDED": triton.next_power_of_2(tiles)}
+    constants |= {"TILE": TILE, "CHUNK": CHUNK, "ROOM": room}
+    found = {}
+    for name, warps in WARPS.items():
+        kernel = getattr(kernels, name)
+        mine = {constant: value for constant, value in constants.items() if constant in kernel.arg_names}
+        found[name] = Kernel(kernel, **mine, num_warps=warps)
+    return found
 
 
 def prepare(vocab_size: int, device: torch.device) -> None:

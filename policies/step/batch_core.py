@@ -51,6 +51,10 @@ class CopyLink(Protocol):
     def bytes_queued(self) -> float:
         """Bytes that all running copies still have to transfer."""
 
+    @property
+    def launch_ms(self) -> float:
+        """The least time of a step with an incomplete copy; 0 where such a step is launched like any other."""
+
     def layers_loaded(self, digest: str, slot: int) -> int:
         """Layers of an unfinished copy that are on the device."""
 
@@ -197,6 +201,7 @@ class BatchCore(Generic[S]):
                     for digest, slot in loading.items()
                 },
                 assist=link.assist,
+                launch_ms=link.launch_ms,
             )
         return whole
 

@@ -12,6 +12,9 @@ A copy brings layer after layer, after the copies queued before it on the link. 
     a waiting request    joins between two steps of the others
     assist               a layer takes max(base - saved, cpu) until its copy has overtaken it, then base; decodes max(base, cpu)
 
+A GPU computes other steps as graphs. One with an incomplete copy is launched kernel by kernel, which takes the host at least
+`launch_ms`: layerwise and assist wait for that, and so does everybody else in the step.
+
 The choice has the least cost: own time to first token + (others in the batch) * (delay of each of their steps), and for
 assist the delay of decodes, its own included, until the copy is complete. Rates are current measurements, so the choice for a
 waiting request is made again before every step.
@@ -28,7 +31,7 @@ from motet.policies.times.perf_model import MIB, Coefficients, decode_ms, prefil
 from motet.shared.worker_options import ColdStartName
 
 StartMode = Literal["blocking", "layerwise", "assist"]
-StartReason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others", "cpu_ahead", "one_layer"]
+StartReason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others", "cpu_ahead", "one_layer", "launches"]
 
 TOLERANCE = 0.02
 """Share of a step; a wait inside the layers that is shorter counts as none."""
@@ -134,6 +137,7 @@ def choose(
     others: int = 0,
     between_ms: float = 0.0,
     weights_ms: float = 0.0,
+    launch_ms: float = 0.0,
     forced: ColdStartName = "auto",
 ) -> ColdChoice:
     """Choose how one request starts.
@@ -141,9 +145,11 @@ def choose(
     `chunks_ms`: the time of each step that prefills the request, if its adapter were complete, including what these steps
     compute for other sequences. `others`: the number of those sequences. `cpu` is None when no process is alive. `between_ms`:
     the time of a step without the request, 0 when no sequence runs. `weights_ms`: the part of a prefill's time that does not
-    depend on its tokens.
+    depend on its tokens. `launch_ms`: the least time of a step while the copy is not complete.
     """
     prefill = sum(chunks_ms)
+    overlapping_ms = [max(chunks_ms[0], launch_ms), *chunks_ms[1:]]  # by the second the copy is most likely complete
+    launching = overlapping_ms[0] - chunks_ms[0]
     # The step reads the weights once for both of its parts, so it may take no longer than the others' part, or than the rows of
     # the prefill alone. If the step reached its layers sooner than expected, all requests in it would wait.
     surely_ms = max(between_ms, chunks_ms[0] - between_ms - weights_ms) if between_ms else chunks_ms[0]
@@ -151,15 +157,16 @@ def choose(
     ahead = stall <= TOLERANCE * surely_ms
     ttft: dict[StartMode, float] = {
         "blocking": _until(copy.whole_ms, between_ms) + prefill,
-        "layerwise": (stall if ahead else _until(stall, between_ms)) + prefill,
+        "layerwise": (stall if ahead else _until(stall, between_ms)) + prefill + launching,
     }
-    cost = dict(ttft)
+    cost = ttft | {"layerwise": ttft["layerwise"] + others * launching}
     if cpu is not None:
-        ttft["assist"] = cpu.start_ms + assisted_ms(copy, chunks_ms, cpu.layer_ms, cpu.saved_ms)
-        held_ms = _held_ms(copy, ttft["assist"], *cpu.decode)
+        ttft["assist"] = cpu.start_ms + assisted_ms(copy, overlapping_ms, cpu.layer_ms, cpu.saved_ms)
+        held_ms = _held_ms(copy, ttft["assist"], *cpu.decode, launch_ms)
         cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill) + (1 + others) * held_ms
-    waiting: StartMode = "layerwise" if stall < copy.whole_ms else "blocking"
-    mode, reason = _least(ttft, cost, waiting, ahead=ahead) if forced == "auto" else _forced(forced, ttft)
+    overlaps = stall < copy.whole_ms
+    waiting: StartMode = "layerwise" if overlaps and cost["layerwise"] <= cost["blocking"] else "blocking"
+    mode, reason = _least(ttft, cost, waiting, ahead=ahead, overlaps=overlaps) if forced == "auto" else _forced(forced, ttft)
     if mode == "assist":
         return ColdChoice(mode, reason, True, 0.0, ttft, cost)
     wait = copy.whole_ms if mode == "blocking" else stall
@@ -178,7 +185,7 @@ def _forced(forced: StartMode, ttft: Mapping[StartMode, float]) -> tuple[StartMo
 
 
 def _least(
-    ttft: Mapping[StartMode, float], cost: Mapping[StartMode, float], waiting: StartMode, *, ahead: bool
+    ttft: Mapping[StartMode, float], cost: Mapping[StartMode, float], waiting: StartMode, *, ahead: bool, overlaps: bool
 ) -> tuple[StartMode, StartReason]:
     """The cheapest mode.
 
@@ -187,7 +194,7 @@ def _least(
     if "assist" in cost and cost["assist"] < cost[waiting] * (1 - MARGIN):
         return "assist", "cpu_ahead"
     if waiting == "blocking":
-        return "blocking", "one_layer"
+        return "blocking", "launches" if overlaps else "one_layer"
     if ahead:
         return "layerwise", "copy_ahead"
     if "assist" not in cost:
@@ -203,14 +210,16 @@ def assisted_ms(copy: Copy, chunks_ms: list[float], cpu_ms: list[float], saved_m
     return now
 
 
-def _held_ms(copy: Copy, since_ms: float, decode_ms: float, cpu_ms: float) -> float:
+def _held_ms(copy: Copy, since_ms: float, decode_ms: float, cpu_ms: float, launch_ms: float) -> float:
     """The total delay of decode steps from `since_ms` until the copy is complete; each step misses fewer layers."""
     left_ms = copy.whole_ms - since_ms
     slower_ms = copy.layers * max(0.0, cpu_ms - decode_ms / copy.layers)
-    if left_ms <= 0 or not slower_ms:
+    launching_ms = max(0.0, launch_ms - decode_ms)
+    if left_ms <= 0 or not slower_ms + launching_ms:
         return 0.0
     missing = min(1.0, left_ms / (copy.layers * copy.each_ms)) / 2  # on average
-    return left_ms / (decode_ms + missing * slower_ms) * missing * slower_ms
+    longer_ms = max(missing * slower_ms, launching_ms)
+    return left_ms / (decode_ms + longer_ms) * longer_ms
 
 
 def step_ms(
@@ -255,6 +264,7 @@ class ColdStarts:
     bytes_per_s: float = 1.0
     queued_bytes: float = 0.0
     assist: AssistRates | None = None
+    launch_ms: float = 0.0
     copies: dict[str, Copy] = field(default_factory=dict)
     modes: dict[str, StartMode] = field(default_factory=dict)
     wait_ms: float = 0.0  # until the first waiting request may join, as of the last decision
@@ -267,9 +277,11 @@ class ColdStarts:
         queued_bytes: float,
         under_way: Mapping[str, tuple[int, float, int]],
         assist: AssistRates | None,
+        launch_ms: float = 0.0,
     ) -> None:
         """Take in the state before a decision. `under_way` is {digest: (bytes, bytes ahead on the link, layers loaded)}."""
         self.perf, self.bytes_per_s, self.queued_bytes, self.assist = perf, bytes_per_s, queued_bytes, assist
+        self.launch_ms = launch_ms
         self.copies = {
             digest: Copy.of(size, ahead, layers=self.layers, loaded=loaded, bytes_per_s=bytes_per_s)
             for digest, (size, ahead, loaded) in under_way.items()
@@ -325,6 +337,7 @@ class ColdStarts:
             others=others,
             between_ms=beside,
             weights_ms=self.perf.prefill_base_ms,
+            launch_ms=self.launch_ms,
             forced=self.forced,
         )
         if choice.joins:

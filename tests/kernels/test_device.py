@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,77 +18,8 @@ from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.assist import Channel, Helpers, loading_of
 from motet.kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, host_streams
 from motet.kernels.device.driver import DriverError, MemoryOperations
-from motet.kernels.device.staging import LayerStaging
 from tests.kernels.support_assist import ADAPTERS, LAYERS, MODULES, SHAPES, HostAdapter, served
-
-triton = pytest.importorskip("triton")
-HEADERS = Path(triton.__file__).parent / "backends/nvidia/include"
-STREAM = 0x5EED
-
-# The driver's functions with the header's own prototypes. What is registered appears to the device `MOVED` bytes further up,
-# and nothing else does; a stream is the calling thread.
-DRIVER = r"""
-#include <cuda.h>
-#include <stdint.h>
-#include <stddef.h>
-#define MOVED (1ull << 40)
-static struct { uintptr_t at; size_t bytes; } spans[64];
-static uint32_t* word(CUdeviceptr there, CUstream stream) {
-  const uintptr_t at = there - MOVED;
-  if ((uintptr_t)stream != 0x5EED || at % 4) return NULL;
-  for (int i = 0; i < 64; ++i)
-    if (spans[i].bytes && at >= spans[i].at && at + 4 <= spans[i].at + spans[i].bytes) return (uint32_t*)at;
-  return NULL;
-}
-CUresult cuMemHostRegister(void* p, size_t bytes, unsigned int flags) {
-  if (!(flags & CU_MEMHOSTREGISTER_DEVICEMAP) || (uintptr_t)p % 4096) return CUDA_ERROR_INVALID_VALUE;
-  for (int i = 0; i < 64; ++i)
-    if (!spans[i].bytes) { spans[i].at = (uintptr_t)p, spans[i].bytes = bytes; return CUDA_SUCCESS; }
-  return CUDA_ERROR_OUT_OF_MEMORY;
-}
-CUresult cuMemHostUnregister(void* p) {
-  for (int i = 0; i < 64; ++i)
-    if (spans[i].bytes && spans[i].at == (uintptr_t)p) { spans[i].bytes = 0; return CUDA_SUCCESS; }
-  return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
-}
-CUresult cuMemHostGetDevicePointer(CUdeviceptr* to, void* p, unsigned int flags) {
-  *to = (uintptr_t)p + MOVED;
-  return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
-}
-CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr there, cuuint32_t value, unsigned int flags) {
-  uint32_t* at = word(there, stream);
-  if (!at || flags != CU_STREAM_WRITE_VALUE_DEFAULT) return CUDA_ERROR_INVALID_VALUE;
-  __atomic_store_n(at, value, __ATOMIC_RELEASE);
-  return CUDA_SUCCESS;
-}
-CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr there, cuuint32_t value, unsigned int flags) {
-  uint32_t* at = word(there, stream);
-  if (!at || flags != CU_STREAM_WAIT_VALUE_GEQ) return CUDA_ERROR_INVALID_VALUE;
-  while ((int32_t)(__atomic_load_n(at, __ATOMIC_ACQUIRE) - value) < 0) ;
-  return CUDA_SUCCESS;
-}
-CUresult cuGetErrorString(CUresult error, const char** text) {
-  *text = error == CUDA_ERROR_INVALID_VALUE ? "invalid argument" : "another error";
-  return CUDA_SUCCESS;
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None or not (HEADERS / "cuda.h").exists():
-        pytest.skip("no C compiler, or a Triton without NVIDIA's header")
-    directory = tmp_path_factory.mktemp("driver")
-    source, library = directory / "driver.c", directory / "libcuda.so.1"
-    source.write_text(DRIVER)
-    done = subprocess.run(
-        [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{HEADERS}", str(source), "-o", str(library)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return library
+from tests.kernels.support_driver import NOW, Driver
 
 
 class Memory:
@@ -106,56 +34,36 @@ class Memory:
         return self.address + 4 * index
 
 
-def test_streams_write_and_wait_for_words_at_their_device_addresses(driver: Path) -> None:
-    operations, memory = MemoryOperations(str(driver)), Memory()
+def test_streams_write_and_wait_for_words_at_their_device_addresses(driver: Driver) -> None:
+    operations, memory = MemoryOperations(str(driver.library)), Memory()
     operations.register(memory.address, mmap.PAGESIZE)
-    operations.write(STREAM, memory.word(3), 7)
-    operations.write(STREAM, memory.word(1023), -1)
+    operations.write(NOW, memory.word(3), 7)
+    operations.write(NOW, memory.word(1023), -1)
     assert memory.words[3] == 7 and memory.words[1023] == 0xFFFFFFFF
-    operations.wait(STREAM, memory.word(3), 6)
-    late = threading.Timer(0.05, lambda: operations.write(STREAM, memory.word(5), 2))
+    operations.wait(NOW, memory.word(3), 6)
+    late = threading.Timer(0.05, lambda: operations.write(NOW, memory.word(5), 2))
     late.start()
-    operations.wait(STREAM, memory.word(5), 2)
+    operations.wait(NOW, memory.word(5), 2)
     assert memory.words[5] == 2
     memory.words[6] = 3
-    operations.wait(STREAM, memory.word(6), 0xFFFFFFFE)  # numbers have wrapped: 3 comes after
+    operations.wait(NOW, memory.word(6), 0xFFFFFFFE)  # numbers have wrapped: 3 comes after
     operations.forget(memory.address)
     with pytest.raises(DriverError, match="in no registered memory"):
-        operations.write(STREAM, memory.word(3), 8)
+        operations.write(NOW, memory.word(3), 8)
 
 
-def test_what_the_driver_refuses_is_an_error_with_its_text(driver: Path) -> None:
-    operations, memory = MemoryOperations(str(driver)), Memory()
+def test_what_the_driver_refuses_is_an_error_with_its_text(driver: Driver) -> None:
+    operations, memory = MemoryOperations(str(driver.library)), Memory()
     with pytest.raises(DriverError, match="cuMemHostRegister: invalid argument"):
         operations.register(memory.word(1), 64)
     operations.register(memory.address, mmap.PAGESIZE)
     with pytest.raises(DriverError, match="cuStreamWriteValue32: invalid argument"):
         operations.write(0xBAD, memory.word(1), 1)
     with pytest.raises(DriverError, match="in no registered memory"):
-        operations.wait(STREAM, memory.address + mmap.PAGESIZE, 1)
+        operations.wait(NOW, memory.address + mmap.PAGESIZE, 1)
     operations.forget(memory.address)
     with pytest.raises(DriverError, match="no-such-driver"):
         MemoryOperations("no-such-driver.so")
-
-
-class DriverStream:
-    """The calling thread as a stream. Its words go through the driver's calls."""
-
-    def __init__(self, here: Any, operations: MemoryOperations) -> None:
-        self._operations = operations
-        self.after, self.mark = here.after, here.mark
-
-    def __enter__(self) -> DriverStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def write(self, word: int, value: int) -> None:
-        self._operations.write(STREAM, word, value)
-
-    def wait(self, word: int, value: int) -> None:
-        self._operations.wait(STREAM, word, value)
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +73,9 @@ def engine() -> CpuEngine:
 
 @pytest.fixture(params=["the caller's own", "the driver's"])
 def streams(request: pytest.FixtureRequest, engine: CpuEngine) -> DeviceStreams:
-    here = host_streams(engine)
     if request.param == "the caller's own":
-        return here
-    operations = MemoryOperations(str(request.getfixturevalue("driver")))
-    stream = DriverStream(here.steps, operations)
-    return replace(here, steps=stream, copies=stream, assist=stream, memory=operations)
+        return host_streams(engine)
+    return request.getfixturevalue("driver").streams(engine, NOW)
 
 
 class World:
@@ -269,11 +174,11 @@ def test_rows_of_cold_adapters_come_out_as_of_whole_ones_whenever_each_arrives(w
         assert all(one.requests > 0 and one.work >= one.elements > 0 and one.busy_s > 0 for one in asked)
 
 
-def test_rows_that_wait_for_their_copy_have_it_layer_by_layer(world: World) -> None:
+def test_rows_that_wait_for_their_copy_have_it_layer_by_layer(engine: CpuEngine, world: World) -> None:
     world.assist.pool.free(2)
     world.pool.reserve(2, world.hosts[1].packed)
     world.streams.memory.forget(world.pool.loaded_layers.ctypes.data)  # the loader registers it
-    loader = DeviceLoader(world.pool, world.streams, link_bytes_per_s=5e6)
+    loader = DeviceLoader(engine, world.pool, world.streams, link_bytes_per_s=5e6)
     with served(world.channels):
         step = world.assist.begin(ROWS, world.helpers([2], layerwise=(2,)))
         loader.begin(2, world.hosts[1].packed, world.hosts[1])
@@ -328,30 +233,6 @@ def test_memory_that_a_process_cannot_map_fails_the_step_and_not_the_process(wor
         step.start(x, 0, "qkv")
         step.collect(y, "qkv")
         assert not step.finish()
-
-
-def test_a_copy_that_fails_is_made_again_before_a_step_reads_it(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = LoraPool(SHAPES, layers=LAYERS, slots=2, max_rank=64, bytes_total=4 << 20, dtype=torch.float32)
-    pool.arena.fill_(float("nan"))
-    host, loader = HostAdapter(ADAPTERS[0], 1, torch.float32), DeviceLoader(pool, host_streams(engine))
-    want = LoraPool(SHAPES, layers=LAYERS, slots=2, max_rank=64, bytes_total=4 << 20, dtype=torch.float32)
-    want.load(0, host.packed)
-    send, failures = LayerStaging.send, [MemoryError("no pinned memory")]
-
-    def failing(*arguments: Any) -> None:
-        if failures:
-            raise failures.pop()
-        send(*arguments)
-
-    monkeypatch.setattr(LayerStaging, "send", failing)
-    pool.reserve(0, host.packed)
-    loader.begin(0, host.packed, host)
-    while pool.loaded_layers[0] < LAYERS:
-        pass
-    loader.mend(np.array([-1, 0], dtype=np.int32))
-    n = int(pool.page_lines["q_proj"]) * 8
-    assert torch.equal(pool.arena[int(pool.table[0, 0, 0]) * 8 :][:n], want.arena[int(want.table[0, 0, 0]) * 8 :][:n])
-    loader.close()
 
 
 class Timeline:
@@ -425,10 +306,9 @@ class Registry(MemoryOperations):
         self.present.discard(address)
 
 
-def test_registered_memory_is_let_go_with_its_channel(driver: Path, engine: CpuEngine) -> None:
-    operations = Registry(str(driver))
-    stream = DriverStream(host_streams(engine).steps, operations)
-    streams = replace(host_streams(engine), steps=stream, copies=stream, assist=stream, memory=operations)
+def test_registered_memory_is_let_go_with_its_channel(driver: Driver, engine: CpuEngine) -> None:
+    operations = Registry(str(driver.library))
+    streams = replace(driver.streams(engine, NOW), memory=operations)
     world = World(engine, streams, torch.float32)
     world.assist.begin(ROWS, world.helpers([])).finish()
     registered = [channel.memory[0] for channel in world.channels]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from bench.gpu_stages.draws import Exact, random_logits, random_rules
 from motet.kernels import sampling as plain
 from motet.kernels.triton import sampling
+from motet.kernels.triton.launch import Kernel
+from motet.kernels.triton.sampling import kernels_for
 from motet.kernels.types import DrawRules
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,17 +84,16 @@ def test_the_order_in_which_keys_are_gathered_does_not_matter(monkeypatch: pytes
     logits, noise = torch.from_numpy(random_logits(rng, 8, 5000)).to(DEVICE), rng.random(8)
     draws = sampling.Draws(rules_of(8, temperature=1.5, top_k=300, top_p=0.9), 5000, DEVICE)
     before = draws.draw(logits, noise)[0].tolist(), draws.workspace.cuts.clone()
-    select = sampling.kernels.select_key
+    select = draws.kernels["select_key"]
 
-    class Shuffled:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            for row, count in enumerate(draws.workspace.gathered.tolist()):
-                keys = draws.workspace.found[row]
-                assert 300 < count < sampling.ROOM
-                keys[:count] = keys[:count][torch.randperm(count).to(DEVICE)]
-            return select[grid]
+    def shuffled(*arguments: Any) -> None:
+        for row, count in enumerate(draws.workspace.gathered.tolist()):
+            keys = draws.workspace.found[row]
+            assert 300 < count < sampling.ROOM
+            keys[:count] = keys[:count][torch.randperm(count).to(DEVICE)]
+        select(*arguments)
 
-    monkeypatch.setattr(sampling.kernels, "select_key", Shuffled())
+    draws.kernels["select_key"] = shuffled  # type: ignore[assignment]
     assert draws.draw(logits, noise)[0].tolist() == before[0] and torch.equal(draws.workspace.cuts, before[1])
 
 
@@ -176,16 +178,17 @@ def test_temperature_zero_is_the_first_largest_logit() -> None:
 def test_a_batch_launches_what_its_rows_need_and_preparing_launches_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
 
-    class Noted:
-        def __init__(self, name: str) -> None:
-            self._name, self._kernel = name, getattr(sampling.kernels, name)
+    def noted(vocab_size: int, room: int) -> dict[str, Any]:
+        def noting(name: str, kernel: Kernel) -> Callable[..., None]:
+            def launch(*arguments: Any) -> None:
+                launched.append(name)
+                kernel(*arguments)
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            launched.append(self._name)
-            return self._kernel[grid]
+            return launch
 
-    for name in sampling.WARPS:
-        monkeypatch.setattr(sampling.kernels, name, Noted(name))
+        return {name: noting(name, kernel) for name, kernel in kernels_for(vocab_size, room).items()}
+
+    monkeypatch.setattr(sampling, "kernels_for", noted)
     sampling.prepare(300, DEVICE)
     assert launched == list(sampling.WARPS)
     for rules, some in (

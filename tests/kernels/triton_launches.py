@@ -10,15 +10,17 @@ import random
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import JITFunction
 
 from motet.kernels import GROUPS, LoraPool
-from motet.kernels.triton import LoraBatch, prepare, start_lora
+from motet.kernels.triton import LoraBatch, prepare, sampling, start_lora
 from motet.kernels.triton.launch import Kernel
 from motet.kernels.triton.lora import SMALL_ROWS
+from motet.kernels.types import DrawRules
 from tests.kernels.null_driver import NullDriver, install
 
 ROUNDS = 400
@@ -96,6 +98,19 @@ def lora(driver: NullDriver) -> dict[str, int]:
     return {"launches": launches, "seen": seen.count}
 
 
+def draws(driver: NullDriver) -> dict[str, int]:
+    """Launches of draws of several batches after `prepare`, and how many of them Triton saw."""
+    vocab_size, device, seen = 5000, torch.device("cpu"), Seen()
+    sampling.prepare(vocab_size, device)
+    driver.launched.clear()
+    with seen:
+        for rows in (1, 3, 16):
+            rules = DrawRules(*(np.full(rows, value) for value in (0.8, 0.0, 40, 0.9)))
+            sampling.Draws(rules, vocab_size, device).launch(torch.zeros(rows, vocab_size))
+    return {"launches": len(driver.launched), "seen": seen.count}
+
+
 if __name__ == "__main__":
     null = install()
-    print(json.dumps({"random": random_launches(null, random.Random(0)), "lora": lora(null)}))
+    found = {"random": random_launches(null, random.Random(0)), "lora": lora(null), "draws": draws(null)}
+    print(json.dumps(found))

@@ -23,12 +23,8 @@ from motet.kernels.triton.lora import FUSED, LARGE, MOST_SPLITS, PREFILL, SMALL,
 from motet.kernels.triton.pointwise import COLUMNS, COLUMNS_WARPS, GROUP, head_launch, norm_launch
 from motet.kernels.triton.pointwise_kernels import add_norm, rotate_and_store, silu_mul
 from motet.kernels.triton.sampling import CHUNK, ROOM, TILE, WARPS
-from motet.kernels.triton.scatter import BLOCK as SCATTER_BLOCK
-from motet.kernels.triton.scatter import WARPS as SCATTER_WARPS
-from motet.kernels.triton.scatter import scatter_kernel
 
 POINTERS = {
-    "pieces": "*i64", "source": "*i64", "target": "*i64",
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32",
     "items": "*i32", "pages": "*i64", "scales": "*fp32",
     "q": "*bf16", "out": "*bf16", "kv": "*bf16", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
@@ -161,10 +157,6 @@ if __name__ == "__main__":
         for name, configuration in between_products(*shapes).items():
             found[f"{name}, {kind}"] = resources(*configuration)
             found[f"{name}, {kind}, fp32"] = resources(*configuration, fp32=True)
-    for kind, unit in (("bf16", 2), ("fp32", 4)):
-        found[f"scatter, {kind}"] = resources(
-            scatter_kernel, {"UNIT": unit, "BLOCK": SCATTER_BLOCK}, {"num_warps": SCATTER_WARPS}
-        )
     for vocab_size in (128256, 49155):
         for name, configuration in sampling(vocab_size).items():
             found[f"{name}, {vocab_size}"] = resources(*configuration)

@@ -42,13 +42,14 @@ def random_case(draw: random.Random) -> tuple[Copy, list[float], list[float] | N
     return copy, chunks, cpu, draw.choice([0, 0, 1, 5, 40])
 
 
+@pytest.mark.parametrize("launches", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("seed", range(200))
-def test_the_chosen_way_is_never_predicted_to_cost_more_than_another(seed: int) -> None:
+def test_the_chosen_way_is_never_predicted_to_cost_more_than_another(seed: int, launches: float) -> None:
     copy, chunks, cpu, others = random_case(random.Random(seed))
-    choice = choose(copy, chunks, CpuTimes(cpu) if cpu else None, others=others)
+    choice = choose(copy, chunks, CpuTimes(cpu) if cpu else None, others=others, launch_ms=launches * chunks[0])
     assert choice.cost_ms[choice.mode] * (1 - MARGIN) <= min(choice.cost_ms.values())
     assert choice.ttft_ms[choice.mode] >= sum(chunks) * (1 - 1e-9), "nothing is faster than an adapter that is there"
-    assert choice.ttft_ms["layerwise"] <= choice.ttft_ms["blocking"]
+    assert choice.ttft_ms["layerwise"] <= choice.ttft_ms["blocking"] + max(0.0, launches - 1) * chunks[0] * (1 + 1e-9)
     assert (choice.wait_ms > 0 or choice.joins) and (choice.mode != "assist" or choice.joins)
 
 
@@ -69,6 +70,29 @@ def test_a_copy_that_stays_ahead_of_the_layers_lets_its_request_in_at_once() -> 
     choice = choose(Copy(LAYERS, 1, 0.0, 1.0), [16.0], CpuTimes([5.0]))
     assert (choice.mode, choice.reason, choice.joins) == ("layerwise", "copy_ahead", True)
     assert choice.ttft_ms["layerwise"] == 16.0
+
+
+def test_a_step_that_takes_the_host_longer_to_launch_than_the_copy_takes_is_not_worth_its_overlap() -> None:
+    copy = Copy(LAYERS, 0, 0.0, 2.0)  # 16 ms; a step takes 16 as a graph, 40 launched kernel by kernel
+    choice = choose(copy, [16.0], None, others=3, launch_ms=40.0)
+    assert (choice.mode, choice.reason, choice.joins, choice.wait_ms) == ("blocking", "launches", False, 16.0)
+    assert choice.ttft_ms == {"blocking": 32.0, "layerwise": 2.0 + 40.0}
+    assert choice.cost_ms == {"blocking": 32.0, "layerwise": choice.ttft_ms["layerwise"] + 3 * 24.0}
+
+
+@pytest.mark.parametrize(("chunk_ms", "mode"), [(40.0, "layerwise"), (39.0, "layerwise"), (20.0, "blocking")])
+def test_a_step_that_computes_longer_than_it_is_launched_overlaps(chunk_ms: float, mode: str) -> None:
+    copy = Copy(LAYERS, 0, 0.0, 2.0)
+    assert choose(copy, [chunk_ms], None, others=3, launch_ms=40.0).mode == mode
+
+
+def test_launches_delay_everybody_beside_an_assisted_request_until_its_copy_is_complete() -> None:
+    copy = Copy(LAYERS, 0, 0.0, 20.0)  # 160 ms
+    choice = choose(copy, [10.0], CpuTimes([0.5], decode=(5.0, 0.1)), others=2, launch_ms=40.0)
+    assert choice.ttft_ms["assist"] == pytest.approx(40.0), "not 10"
+    assert choice.cost_ms["assist"] == pytest.approx(40.0 + 2 * 30.0 + 3 * (120.0 / 40.0) * 35.0), (
+        "three decode steps of 40, not 5"
+    )
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -193,6 +217,15 @@ def cold(**options) -> ColdStarts:
     starts = ColdStarts(LAYERS, 512, **options)
     starts.observe(perf=PERF, bytes_per_s=1e9, queued_bytes=10e6, under_way={"first": (8e6, 10e6, 2)}, assist=None)
     return starts
+
+
+def test_what_a_launch_takes_is_taken_in_with_the_state_of_the_link() -> None:
+    starts = cold()
+    ask = {"rank": 8, "tokens": 100, "room": 512, "others": 1}
+    before = starts.consider("first", 8_000_000, **ask).ttft_ms["layerwise"]
+    under_way = {"first": (8e6, 10e6, 2)}
+    starts.observe(perf=PERF, bytes_per_s=1e9, queued_bytes=10e6, under_way=under_way, assist=None, launch_ms=500.0)
+    assert starts.consider("first", 8_000_000, **ask).ttft_ms["layerwise"] > before + 400.0
 
 
 def test_a_copy_that_begins_now_is_the_last_one_on_the_link() -> None:

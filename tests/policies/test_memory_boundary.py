@@ -281,7 +281,7 @@ class Device:
         self.steps = self.evictions = self.preemptions = self.divisions = 0
 
     # the link
-    perf, assist = PERF, None
+    perf, assist, launch_ms = PERF, None, 0.0
 
     @property
     def bytes_per_s(self) -> float:

@@ -12,8 +12,8 @@
 #include <memory>
 
 #include "assist_server.h"
+#include "device_target.h"
 #include "forward.h"
-#include "loader.h"
 #include "merge.h"
 #include "packing.h"
 #include "probes.h"
@@ -156,7 +156,11 @@ void motet_attention(Engine* engine, int64_t kv_type, const Step* step, const fl
 }
 
 Loader* motet_loader_new(const Pool* pool, int64_t usable_bytes, int64_t element_bytes, double bytes_per_s) {
-  return new Loader(*pool, usable_bytes, element_bytes, bytes_per_s);
+  return new Loader(*pool, std::make_unique<HostTarget>(pool->loaded_layers), usable_bytes, element_bytes, bytes_per_s);
+}
+// The pool's arena is the device's.
+Loader* motet_loader_on_device(const Pool* pool, const DeviceCalls* calls, int64_t element_bytes, double bytes_per_s, int64_t threads) {
+  return new Loader(*pool, std::make_unique<DeviceTarget>(*calls, (int)threads), 0, element_bytes, bytes_per_s);
 }
 void motet_loader_free(Loader* loader) { delete loader; }
 void motet_loader_begin(Loader* loader, int64_t slot, const Pool* from) { loader->begin((int32_t)slot, *from); }
@@ -166,6 +170,11 @@ void motet_loader_hold(Loader* loader) { loader->hold(); }
 void motet_loader_release(Loader* loader) { loader->release(); }
 void motet_loader_state(Loader* loader, int64_t* to) { loader->state(to, to + 1, to + 2, to + 3); }
 int64_t motet_loader_ahead(Loader* loader, int64_t slot) { return loader->ahead((int32_t)slot); }
+void motet_loader_give_up(Loader* loader, int64_t slot) { loader->give_up((int32_t)slot); }
+int64_t motet_loader_failure(Loader* loader, int64_t slot) { return loader->failure((int32_t)slot); }
+void motet_loader_mended(Loader* loader, int64_t slot) { loader->mended((int32_t)slot); }
+// Functions of a device that is this machine.
+void motet_host_calls(DeviceCalls* to) { *to = host_calls(); }
 
 int64_t motet_channel_bytes(const Pool* pool, int64_t max_rows) {
   ChannelHeader header;

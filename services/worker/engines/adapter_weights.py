@@ -39,6 +39,7 @@ class HostAdapter:
     memory: mmap.mmap
     fd: int
     data_start: int  # where `packed.arena` begins in the file, in bytes
+    anonymous: bool  # whether the file descriptor alone keeps the memory
 
     @staticmethod
     def from_blob(
@@ -50,6 +51,7 @@ class HostAdapter:
         and protects the engine from a blob for another base model. Raises InvalidAdapter, or OSError when the file cannot be
         opened.
         """
+        anonymous = isinstance(blob, bytes)
         fd = _memory(blob) if isinstance(blob, bytes) else os.open(blob, os.O_RDONLY | os.O_CLOEXEC)
         try:
             memory = _map(fd)
@@ -63,7 +65,7 @@ class HostAdapter:
                 cast = torch.frombuffer(memory, dtype=own, offset=data_start).to(dtype)
                 os.close(fd)
                 fd = _memory(cast.view(torch.uint8).numpy().data)
-                memory, data_start, own = _map(fd), 0, dtype
+                memory, data_start, own, anonymous = _map(fd), 0, dtype, True
             packed = _packed(index, config, torch.frombuffer(memory, dtype=own, offset=data_start))
         except BaseException:
             os.close(fd)
@@ -78,13 +80,18 @@ class HostAdapter:
             memory=memory,
             fd=fd,
             data_start=data_start,
+            anonymous=anonymous,
         )
         weakref.finalize(adapter, os.close, fd)
         return adapter
 
     def rest(self) -> None:
-        """Release the pages of a mapped file. Reading the weights again takes them from the system's page cache."""
-        self.memory.madvise(mmap.MADV_DONTNEED)
+        """Release the pages of a mapped file. Reading them again takes them from the system's page cache, at little cost.
+
+        Anonymous pages stay: releasing them would free nothing, and the next copy would take three times as long.
+        """
+        if not self.anonymous:
+            self.memory.madvise(mmap.MADV_DONTNEED)
 
 
 def _memory(data: bytes | memoryview) -> int:

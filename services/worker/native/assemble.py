@@ -144,6 +144,7 @@ def _backend_options(
         link_bytes_per_s=link_bytes_per_s,
         assist_cores=config.cold.core_ids,
         assist_rows=config.batch.max_step_tokens,
+        max_running=config.batch.max_running,
         load_format=config.engine.load_format,
         graphs=not config.engine.enforce_eager,
         loaded=loaded,

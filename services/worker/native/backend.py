@@ -68,6 +68,8 @@ class BackendOptions:
     """Called with the share of the base's weights that are in memory, as it grows."""
     assist_rows: int = 512
     """The most rows of a step that a process takes over."""
+    max_running: int = 256
+    """The most sequences of a step."""
 
 
 class Processes(Protocol):
@@ -175,6 +177,13 @@ class Backend(Protocol):
 
     def prepare(self) -> None:
         """Do what later steps would otherwise wait for. No request is there yet."""
+
+    @property
+    def launch_s(self) -> float:
+        """How long a step takes at least while adapters of it are being copied, because it is launched kernel by kernel.
+
+        0 where it is launched like any other.
+        """
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the rows' K and V and return the wanted logits, float32 [n, vocab], in the order of `logit_rows`.

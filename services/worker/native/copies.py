@@ -97,6 +97,11 @@ class DeviceAdapters:
         """Bytes that all running copies still have to transfer."""
         return self._runner.link.bytes_queued
 
+    @property
+    def launch_ms(self) -> float:
+        """The least time of a step with an incomplete copy; 0 where such a step is launched like any other."""
+        return self._runner.launch_s * 1e3
+
     def layers_loaded(self, digest: str, slot: int) -> int:
         """Layers on the device of an adapter that is being copied."""
         return self._runner.loaded_layers(slot)

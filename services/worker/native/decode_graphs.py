@@ -2,16 +2,18 @@
 
     step (numpy) --padded to its bucket--> buffers that never move --replay--> logits
 
-A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step that
-fits. Steps without any adapter have separate graphs, without LoRA. So do merged steps, because their weights have other
-addresses; these graphs are dropped with the merged copy. Everything that differs between the steps of a graph (tokens, tables,
-adapters, amount of work) is in the buffers. A padding row is token 0 of the base model; it writes and reads the scratch block,
-which no sequence uses.
+A graph is captured for a bucket (sequences, blocks of context), and serves every step that fits. Those of contexts of up to
+`PREPARED` columns are captured at start, because a capture stops all requests for as long as a dozen steps; others when a step
+first needs them. Steps without any adapter have separate graphs, without LoRA. So do merged steps, because their weights have
+other addresses; these graphs are dropped with the merged copy. Everything that differs between the steps of a graph (tokens,
+tables, adapters, amount of work) is in the buffers. A padding row is token 0 of the base model; it writes and reads the scratch
+block, which no sequence uses. All graphs have their logits in one buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,17 +25,32 @@ from motet.services.worker.native.model import Model
 from motet.services.worker.native.step_batch import StepBatch
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-LEAST_COLUMNS = 16
+LEAST_COLUMNS, NEXT_COLUMNS = 64, 4  # the next bucket has so many times as many; what lies past a context is never read
+LEAST_GATHERED, NEXT_GATHERED = 16, 2  # the same without a library, where a step gathers all columns
+PREPARED = (64, 256)  # columns of the graphs that are captured at start: 1,024 and 4,096 tokens in blocks of 16
 
 GraphSize = tuple[int, int]
 GraphMemory = Any  # what torch.cuda.graph_pool_handle returns
 
 
-def bucket_for(rows: int, blocks: int, most_blocks: int) -> GraphSize | None:
-    """The smallest bucket for `rows` sequences of up to `blocks` blocks; None when it would gather over `most_blocks`."""
-    columns = max(LEAST_COLUMNS, 1 << (blocks - 1).bit_length())
+def columns_for(blocks: int, least: int = LEAST_COLUMNS, factor: int = NEXT_COLUMNS) -> int:
+    """The smallest number of columns for contexts of up to `blocks` blocks."""
+    columns = least
+    while columns < blocks:
+        columns *= factor
+    return columns
+
+
+def bucket_for(rows: int, blocks: int, most_gathered: int | None) -> GraphSize | None:
+    """The smallest bucket for `rows` sequences of up to `blocks` blocks; None when there are too many.
+
+    `most_gathered`: blocks that a step may gather; None where a library reads blocks where they are.
+    """
     fitting = next((size for size in ROWS if size >= rows), None)
-    return None if fitting is None or fitting * columns > most_blocks else (fitting, columns)
+    if fitting is None or most_gathered is None:
+        return None if fitting is None else (fitting, columns_for(blocks))
+    columns = columns_for(blocks, LEAST_GATHERED, NEXT_GATHERED)
+    return None if fitting * columns > most_gathered else (fitting, columns)
 
 
 def captured(run: Callable[[], torch.Tensor], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -93,7 +110,6 @@ class DecodeBuffers(StepBuffers):
     ) -> None:
         rows, columns = bucket
         super().__init__(rows, model, cache, pool, scratch_block, adapted=adapted, plan=None)
-        self._every_row = torch.arange(rows, device=cache.data.device)
         self._attention = AttentionBatch.reserve(cache, rows=rows, columns=columns, windows=model.config.windows)
 
     def fill(self, batch: StepBatch) -> None:
@@ -108,27 +124,45 @@ class DecodeBuffers(StepBuffers):
             kv_slots=self._padded(batch.kv_slots, self._scratch_slot),
         )
 
-    def run(self) -> torch.Tensor:
-        """Logits of every row, float32 [rows of the bucket, vocab].
+    def run(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of every row, in the first rows of `logits`, float32 [rows of the bucket or more, vocab].
 
         The kernels launched do not depend on the buffers' content.
         """
-        return self._model.forward(
-            self._token_ids, self._positions, self._every_row, self._cache, self._attention, self._pool, self._lora
-        )
+        hidden = self._model.hidden(self._token_ids, self._positions, self._cache, self._attention, self._pool, self._lora)
+        return self._model.all_logits(hidden, logits[: self._rows])
 
 
 class DecodeGraphs:
     """The graphs of one model and its merged copy on one GPU.
 
-    `memory` is for the results of graphs, which never run at the same time and so share it.
+    `memory` is for the results of graphs, which never run at the same time and so share it. `most_rows`: sequences of a step,
+    at most.
     """
 
     capture = staticmethod(captured)  # replaced where there are no graphs
 
-    def __init__(self, cache: KvCache, pool: LoraPool, *, scratch_block: int, memory: GraphMemory) -> None:
+    def __init__(
+        self, cache: KvCache, pool: LoraPool, *, scratch_block: int, memory: GraphMemory, most_rows: int = ROWS[-1]
+    ) -> None:
         self._cache, self._pool, self.scratch_block, self.memory = cache, pool, scratch_block, memory
+        self._sizes = [size for size in ROWS if size < most_rows] + [size for size in ROWS if size >= most_rows][:1]
+        self._logits: torch.Tensor | None = None
         self.captured: dict[tuple[GraphSize, bool, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def prepare(self, model: Model) -> None:
+        """Capture what steps need in contexts of some length, while the scratch block is the only one that may be written.
+
+        Nothing where steps gather their contexts.
+        """
+        if self._cache.library is None:
+            return
+        most = columns_for(-(-model.config.max_model_len // self._cache.block_size))
+        for columns in (some for some in PREPARED if some <= most):
+            for rows in reversed(self._sizes):  # the others fit in the memory of the largest
+                for adapted in (True, False):
+                    bucket = rows, columns
+                    self.captured[bucket, adapted, False] = self._capture(bucket, adapted, without_rows(), model)
 
     def forget_merged(self) -> None:
         """Drop the graphs that read the merged copy of the weights, because its memory is about to be freed."""
@@ -143,8 +177,7 @@ class DecodeGraphs:
         if rows != len(batch.context_lens):
             return None
         blocks = -(-int(batch.context_lens.max()) // self._cache.block_size)
-        gathers = self._cache.library is None  # a library reads blocks where they are
-        bucket = bucket_for(rows, blocks, self._cache.tile_blocks if gathers else ROWS[-1] * self._cache.null_block)
+        bucket = bucket_for(rows, blocks, self._cache.tile_blocks if self._cache.library is None else None)
         if bucket is None:
             return None
         key = bucket, bool((batch.row_slot >= 0).any()), batch.merged
@@ -162,4 +195,22 @@ class DecodeGraphs:
     ) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
         buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self.scratch_block, adapted=adapted)
         buffers.fill(batch)
-        return buffers, *self.capture(buffers.run, self.memory)
+        if self._logits is None:
+            shape = (self._sizes[-1], model.config.vocab_size)
+            self._logits = torch.empty(shape, dtype=torch.float32, device=self._cache.data.device)
+        return buffers, *self.capture(partial(buffers.run, self._logits), self.memory)
+
+
+def without_rows() -> StepBatch:
+    """A step of no sequence: what graphs are captured with."""
+    longs, ints = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+    return StepBatch(
+        token_ids=longs,
+        positions=longs,
+        row_slot=ints,
+        seq_starts=np.zeros(1, dtype=np.int32),
+        context_lens=ints,
+        block_tables=np.zeros((0, 1), dtype=np.int32),
+        kv_slots=longs,
+        logit_rows=longs,
+    )

@@ -68,6 +68,10 @@ class Model:
         """Logits float32 [n, vocab] of `logit_rows`, int64 [n], from what `hidden` returns."""
         return self.weights.lm_head(hidden.index_select(0, logit_rows)).float()
 
+    def all_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Logits of every row of what `hidden` returns, in `out`, float32 [rows, vocab]."""
+        return out.copy_(self.weights.lm_head(hidden))
+
     def hidden(
         self,
         token_ids: torch.Tensor,

@@ -15,17 +15,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from motet.kernels import AttentionBatch, KvCache, LoraPool, lora_plan, lora_plans
 from motet.kernels.to_device import send
-from motet.services.worker.native.decode_graphs import GraphMemory, StepBuffers, captured
+from motet.services.worker.native.decode_graphs import (
+    LEAST_COLUMNS,
+    GraphMemory,
+    StepBuffers,
+    captured,
+    columns_for,
+    without_rows,
+)
 from motet.services.worker.native.model import Model
 from motet.services.worker.native.step_batch import StepBatch
+from motet.shared.clock import now_s
 
 ROWS = (64, 128, 256, 384, 512)
-LEAST_COLUMNS, NEXT_COLUMNS = 64, 4  # the next bucket has so many times as many
 AFTER, MOST = 2, 24
 
 
@@ -39,11 +45,8 @@ class Bucket(NamedTuple):
 
 def bucket_for(rows: int, blocks: int, plan: str | None) -> Bucket | None:
     """The smallest bucket for `rows` rows of sequences of up to `blocks` blocks; None for too many rows."""
-    columns = LEAST_COLUMNS
-    while columns < blocks:
-        columns *= NEXT_COLUMNS
     fitting = next((size for size in ROWS if size >= rows), None)
-    return None if fitting is None else Bucket(fitting, columns, plan)
+    return None if fitting is None else Bucket(fitting, columns_for(blocks), plan)
 
 
 class PromptBuffers(StepBuffers):
@@ -96,7 +99,17 @@ class PromptGraphs:
         for rows in reversed(ROWS):  # the others fit in the memory of the largest
             for plan in (None, *lora_plans(self._pool)):
                 bucket = Bucket(rows, LEAST_COLUMNS, plan)
-                self.captured[bucket] = self._capture(bucket, _without_rows())
+                self.captured[bucket] = self._capture(bucket, without_rows())
+
+    def launch_s(self) -> float:
+        """How long the host takes to launch the least step with adapters kernel by kernel; 0 without graphs."""
+        adapted = [one for bucket, (one, *_) in self.captured.items() if bucket.plan is not None]
+        if not adapted:
+            return 0.0
+        adapted[-1].run()  # the first may allocate
+        began_s = now_s()
+        adapted[-1].run()
+        return now_s() - began_s
 
     @property
     def _possible(self) -> bool:
@@ -126,17 +139,3 @@ class PromptGraphs:
         buffers = PromptBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block)
         buffers.fill(batch)
         return buffers, *self.capture(buffers.run, self._memory)
-
-
-def _without_rows() -> StepBatch:
-    longs, ints = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
-    return StepBatch(
-        token_ids=longs,
-        positions=longs,
-        row_slot=ints,
-        seq_starts=np.zeros(1, dtype=np.int32),
-        context_lens=ints,
-        block_tables=np.zeros((0, 1), dtype=np.int32),
-        kv_slots=longs,
-        logit_rows=longs,
-    )

@@ -35,6 +35,10 @@ class Steps(Protocol):
     def assisted(self) -> AssistCounts:
         """The rows of unfinished adapters so far, by where they were computed."""
 
+    @property
+    def launch_s(self) -> float:
+        """As `Backend.launch_s`."""
+
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
         """Logits of `batch.logit_rows`, float32 [n, vocab], valid until the next call; fills the cache.
 
@@ -197,6 +201,10 @@ class ModelRunner:
     @property
     def link(self) -> LinkState:
         return self.loader.link
+
+    @property
+    def launch_s(self) -> float:
+        return self.steps.launch_s
 
     @property
     def assisted(self) -> AssistCounts:

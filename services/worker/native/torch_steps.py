@@ -24,6 +24,7 @@ from motet.services.worker.native.merged_model import MergedModel
 from motet.services.worker.native.model import Model
 from motet.services.worker.native.prompt_graphs import PromptGraphs
 from motet.services.worker.native.step_batch import StepBatch, arranged
+from motet.shared.clock import now_s
 from motet.shared.telemetry import logger
 
 STANDSTILL_S = 2.5  # twice this without a layer: copies of adapters, and the step that waits for them, stand still
@@ -55,6 +56,7 @@ class TorchSteps:
         self._beside, self._loader, self._processes = beside, loader, processes
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(pool, self._lora_rows)
+        self.launch_s = 0.0
         self._timed: tuple[int, Mark, Mark] | None = None  # the last step without adapters on their way: rows, begin, end
 
     @property
@@ -76,9 +78,17 @@ class TorchSteps:
         return logits
 
     def prepare(self) -> None:
-        """Capture the graphs of steps with prompts."""
+        """Capture the graphs that the first steps would otherwise wait for."""
+        began_s, counts = now_s(), dict[str, float]()
+        if self.graphs is not None:
+            self.graphs.prepare(self.model)
+            counts["decode"] = len(self.graphs.captured)
         if self.prompts is not None:
             self.prompts.prepare()
+            self.launch_s = self.prompts.launch_s()
+            counts["prompts"] = len(self.prompts.captured)
+        if counts:
+            _log.info("CUDA graphs are captured", extra=counts | {"seconds": round(now_s() - began_s, 1)})
 
     def close(self) -> None:
         if self._beside is not None:
@@ -112,7 +122,8 @@ class TorchSteps:
                 logits = self._enqueue(batch, step)
             finally:
                 self._beside.streams.steps.mark().synchronize()
-                good = step.finish() and not watch.end()
+                gave_up = watch.end()
+                good = step.finish() and not gave_up
         self._loader.mend(batch.row_slot)
         if processes is not None:
             processes.observe(len(batch.token_ids), 0.0, helpers)

@@ -29,8 +29,8 @@ def repeated(run: Callable[[], torch.Tensor], memory: object) -> Any:
     return Repeated(run, result), result
 
 
-def repeated_decodes(runner: Any, scratch_block: int) -> DecodeGraphs:
+def repeated_decodes(runner: Any, scratch_block: int, most_rows: int = 256) -> DecodeGraphs:
     """The decode graphs of a runner."""
-    graphs: Any = DecodeGraphs(runner.memory.cache, runner.pool, scratch_block=scratch_block, memory=None)
+    graphs: Any = DecodeGraphs(runner.memory.cache, runner.pool, scratch_block=scratch_block, memory=None, most_rows=most_rows)
     graphs.capture = repeated
     return graphs

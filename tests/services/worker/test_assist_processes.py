@@ -178,6 +178,7 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
         if cold.runner.assisted.by_processes > before:
             break
     assert cold.runner.assisted.by_processes > before, "the new ones work"
+    assert all(thread.name != "copy-watch" for thread in threading.enumerate()), "it ends with its step, also if that failed"
 
 
 def test_late_processes_are_given_up_and_their_late_writes_have_no_effect(cold: Cold, cached: Cached) -> None:

@@ -16,8 +16,7 @@ import motet.kernels.lora
 import motet.kernels.triton
 import motet.services.worker.native.torch_steps as torch_steps
 from bench.gpu_stages.shapes import write_config
-from motet.kernels.device import DeviceLoader, cuda_streams, numbered
-from motet.kernels.device.staging import LayerStaging
+from motet.kernels.device import cuda_streams, numbered
 from motet.kernels.triton import pointwise
 from motet.kernels.triton.attention import PagedAttention
 from motet.kernels.triton.lora import INTERPRETED
@@ -27,7 +26,8 @@ from motet.services.worker.native.backend import BackendOptions
 from motet.services.worker.native.backends.reference import reference
 from motet.services.worker.native.checkpoint import parameters
 from motet.services.worker.native.decode_graphs import DecodeBuffers
-from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history
+from tests.kernels.support_driver import LATE, Driver
+from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history, logits_of
 from tests.support_models import Sequence, make_adapters, make_checkpoint, make_runner, step_batch
 
 
@@ -54,10 +54,10 @@ def test_steps_of_the_base_alone_have_graphs_without_lora(tmp_path: Path, monkey
         scratch = runner.memory.cache.null_block - 1
         buffers = DecodeBuffers((4, 16), runner.steps.model, runner.memory.cache, runner.pool, scratch, adapted=False)
         buffers.fill(step)
-        torch.testing.assert_close(buffers.run()[:3], want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits_of(buffers)[:3], want, rtol=1e-4, atol=1e-4)
         runner.free_adapter(0)
         buffers.fill(step)
-        torch.testing.assert_close(buffers.run()[:3], want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits_of(buffers)[:3], want, rtol=1e-4, atol=1e-4)
         with pytest.raises(AssertionError, match="without LoRA"):
             buffers.fill(STEPS[1])
 
@@ -79,10 +79,12 @@ def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
         buffers = buffers_of(runner, (8, 16), scratch_block=runner.memory.cache.null_block - 1)
         for step, logits in zip(STEPS[:2], want, strict=True):
             buffers.fill(step)
-            torch.testing.assert_close(buffers.run()[: len(logits)], logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits_of(buffers)[: len(logits)], logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_copies_stand_still_makes_them_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """This happens when the driver keeps the loader waiting until the device is idle, while the device waits for the loader's
     copy.
     """
@@ -90,18 +92,18 @@ def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monke
     model_dir = make_checkpoint("qwen2", tmp_path)
     adapters = make_adapters(model_dir, tmp_path)
     twin = make_runner(model_dir, adapters, kernels="reference")
+    driver, slot = Driver.build(tmp_path), 3
+    monkeypatch.setitem(reference.__globals__, "host_streams", lambda library: driver.streams(library, LATE))
     runner = make_runner(model_dir, [], kernels="reference", link_bytes_per_s=1e12)
-    loader, slot = runner.loader, 3
-    assert isinstance(loader, DeviceLoader)
-    send, steps_thread = LayerStaging.send, threading.current_thread()
 
-    def standing_still(*arguments: Any) -> None:
-        if threading.current_thread() is not steps_thread:
-            while runner.loaded_layers(slot) < runner.config.num_layers:
-                time.sleep(0.001)  # time: the device is not idle while its stream waits
-        send(*arguments)
+    def device() -> None:
+        while runner.loaded_layers(slot) < runner.config.num_layers:
+            time.sleep(0.001)  # time: nothing happens while a stream waits
+        with driver.running():
+            over.wait()
 
-    monkeypatch.setattr(LayerStaging, "send", standing_still)
+    over, thread = threading.Event(), threading.Thread(target=device)
+    thread.start()
     host = HostAdapter.from_blob(adapters[slot].blob, runner.config)
     runner.begin_load(slot, host)
     for at in (0, 9):  # and the next step is like any other
@@ -109,7 +111,10 @@ def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monke
         batch = step_batch([sequence], [9], 8)
         batch.slot_modes = {slot: "layerwise"} if at == 0 else {}
         torch.testing.assert_close(runner.forward(batch), twin.forward(batch), rtol=1e-4, atol=1e-4)
+    assert "copies of adapters stand still" in caplog.text
     runner.close()
+    over.set()
+    thread.join()
 
 
 def test_weights_of_real_shapes_need_no_checkpoint(tmp_path: Path) -> None:

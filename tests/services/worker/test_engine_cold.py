@@ -244,6 +244,19 @@ def test_without_processes_a_request_waits_until_its_copy_stays_ahead(checkpoint
     assert out.stats.cold_starts == [("layerwise", "copy_ahead")] and set(runner.seen[-1].values()) == {"layerwise"}
 
 
+def test_a_request_waits_for_its_copy_where_steps_beside_copies_are_launched_kernel_by_kernel(
+    checkpoint, adapters: list[HostAdapter]
+) -> None:
+    engine, runner = paced(checkpoint, "auto")
+    runner.steps.launch_s = 60.0
+    engine.add(request("cold", PROMPT, adapters[3], max_tokens=4), 0.0)
+    runner.bytes_per_s = 1e12
+    assert not items_of(step(engine))
+    arrive(runner)
+    out = step(engine)
+    assert out.stats.cold_starts == [("blocking", "launches")] and items_of(out) and set(runner.seen[-1].values()) == set()
+
+
 def test_ending_everything_while_copies_are_under_way_leaves_a_working_engine(checkpoint, adapters: list[HostAdapter]) -> None:
     engine, runner = paced(checkpoint, "assist", max_running=2)
     runner.processes = 1

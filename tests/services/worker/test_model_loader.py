@@ -165,6 +165,31 @@ def test_another_process_finds_the_same_weights_behind_the_file_descriptor(
     assert torch.equal(host.packed.arena, exact.to(dtype))
 
 
+def _mapped_pages_kib(address: int) -> int:
+    """How much of the mapping around this address is in the process's page tables."""
+    found = -1
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head:
+            start, end = (int(part, 16) for part in head.split("-"))
+        elif head == "Rss:" and start <= address < end:
+            found = int(line.split()[1])
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "stay"), [(None, False), (torch.bfloat16, True)], ids=["a file", "a cast copy"])
+def test_only_pages_of_a_file_are_released_after_a_copy(
+    pristine: Path, adapter: AdapterFixture, tmp_path: Path, dtype: torch.dtype | None, stay: bool
+) -> None:
+    (tmp_path / "blob").write_bytes(adapter.blob)
+    host = HostAdapter.from_blob(tmp_path / "blob", read_model_config(pristine), dtype=dtype)
+    weights = host.packed.arena.clone()
+    before = _mapped_pages_kib(host.packed.arena.data_ptr())
+    host.rest()
+    assert before > 0 and _mapped_pages_kib(host.packed.arena.data_ptr()) == (before if stay else 0)
+    assert torch.equal(host.packed.arena, weights)
+
+
 def test_a_host_copy_closes_its_file_when_it_is_gone(pristine: Path, adapter: AdapterFixture) -> None:
     host = HostAdapter.from_blob(adapter.blob, read_model_config(pristine))
     fd = host.fd

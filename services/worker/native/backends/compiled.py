@@ -32,6 +32,8 @@ _log = logger(__name__)
 class CompiledSteps:
     """The `runner.Steps` of a `CpuForward`. `processes` measures how long they take."""
 
+    launch_s = 0.0
+
     def __init__(self, forward: CpuForward, processes: CpuAssist | None) -> None:
         self._forward, self._processes = forward, processes
 

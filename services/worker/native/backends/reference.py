@@ -49,7 +49,7 @@ def torch_runner(
     graphs: DecodeGraphs | None = None,
     assist_relief: float = 0.0,
 ) -> ModelRunner:
-    """The torch model on the memory's device. Without `streams`, steps wait while adapters are copied."""
+    """The torch model on the memory's device. Without `streams` or `library`, steps wait while adapters are copied."""
     if options.merge and memory.device.type == "cpu" and not memory.elastic:
         raise ConfigError(NO_ROOM)
     if options.quantization != "none":
@@ -58,9 +58,9 @@ def torch_runner(
             f" here (device {memory.device}, or MOTET_KERNELS chooses others)"
         )
     loader, beside, assist = None, None, None
-    if streams is not None:
-        loader = DeviceLoader(memory.pool, streams, link_bytes_per_s=options.link_bytes_per_s)
-        if options.assist_cores and library is not None:
+    if streams is not None and library is not None:
+        loader = DeviceLoader(library, memory.pool, streams, link_bytes_per_s=options.link_bytes_per_s)
+        if options.assist_cores:
             assist = CpuAssist(library, memory.pool, cores=options.assist_cores, max_rows=options.assist_rows)
         beside = DeviceAssist(memory.pool, streams, library)
     model = Model(memory.config, weights_of(options, memory, Makers(_linear)))
@@ -106,9 +106,9 @@ def _hardware(device: torch.device) -> str:
 
 
 def lora_library() -> CpuEngine | None:
-    """The compiled kernels for CPU LoRA processes, beside a model that runs on torch."""
+    """The compiled kernels for copies beside the steps and CPU LoRA processes, beside a model that runs on torch."""
     try:
         return CpuEngine(threads=1)
     except (BuildError, ValueError) as error:
-        _log.warning("CPU LoRA processes cannot be used: %s", error)
+        _log.warning("adapters are copied between the steps, and there are no CPU LoRA processes: %s", error)
         return None

@@ -26,12 +26,13 @@ def triton(options: BackendOptions) -> ModelRunner:
         raise BackendMissing(f"the model is on {options.device}")
     torch.cuda.set_device(numbered(torch.device(options.device)))  # of this thread: Triton launches on the current device
     memory = reserve(options, spare_blocks=1)
-    library = lora_library() if options.assist_cores else None
+    library = lora_library()
     scratch_block = memory.cache.null_block - 1  # the spare one
     graphs = None
     if options.graphs:
         results = torch.cuda.graph_pool_handle()
-        graphs = DecodeGraphs(memory.cache, memory.pool, scratch_block=scratch_block, memory=results)
+        most_rows = options.max_running
+        graphs = DecodeGraphs(memory.cache, memory.pool, scratch_block=scratch_block, memory=results, most_rows=most_rows)
     memory.cache.library = agreeing_library(memory.cache, heads=memory.config.num_heads, windows=memory.config.windows)
     return torch_runner(options, memory, _streams(memory), library, graphs=graphs)
 
