@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from motet.twin.traces import FileError
+from motet.shared.json_files import FileError
 from motet.twin.vllm.calibrate import Calibration, calibrate
 from motet.twin.vllm.client import Outcome
 from motet.twin.vllm.runs import Measured, PaperTwin, Run, predict, published_twin, read_runs

@@ -18,20 +18,13 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from motet.shared.json_files import FileError, line_of, read_versioned
 from motet.shared.model import EngineSteps, PerfModel, WorkerLimits
 from motet.shared.worker_options import WorkerOptions
 
 VERSION = 1
 MAY_BE_ZERO = {"kv_block_bytes", "kv_token_bytes", "pin_slots", "pin_bytes"}
 """Limits of which a worker may have none."""
-
-
-class FileError(ValueError):
-    """A file that cannot be used. The message names the line, the field and the reason."""
-
-    def __init__(self, path: Path, line: int, field: str, reason: str) -> None:
-        super().__init__(f"{path.name}:{line}: {f'{field}: ' if field else ''}{reason}")
-        self.path, self.line, self.field, self.reason = path, line, field, reason
 
 
 _Ms = Annotated[float, Meta(ge=0)]
@@ -117,26 +110,7 @@ P = TypeVar("P", bound=Profile)
 
 def read_profile(path: Path, kind: type[P] = Profile) -> P:  # type: ignore[assignment]
     """Raises FileError naming the line and the field."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(path, 1, "", str(error)) from None
-    try:
-        tree = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        at = str(error).rpartition("(byte ")[2].rstrip(")")
-        line = text.encode()[: int(at)].count(b"\n") + 1 if at.isdigit() else 1
-        raise FileError(path, line, "", f"not JSON: {error}") from None
-    version = tree.get("motet_profile") if isinstance(tree, dict) else None
-    if version != VERSION:
-        reason = f"version {version!r}; this program reads version {VERSION}"
-        raise FileError(path, _line_of(text, "motet_profile"), "motet_profile", reason)
-    try:
-        profile = msgspec.convert(tree, kind)
-    except msgspec.ValidationError as error:
-        reason, _, where = str(error).partition(" - at `$.")
-        field = where.rstrip("`")
-        raise FileError(path, _line_of(text, field), field, reason) from None
+    text, profile = read_versioned(path, kind, "motet_profile", VERSION)
     _check(path, text, profile)
     return profile
 
@@ -153,9 +127,9 @@ def _check(path: Path, text: str, profile: Profile) -> None:
             least = 0 if name in MAY_BE_ZERO else usual
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not least <= value < float("inf"):
                 field = f"{'perf' if part is profile.perf else 'limits'}.{name}"
-                raise FileError(path, _line_of(text, field), field, f"{value} is not a finite number from {least:g} up")
+                raise FileError(path, line_of(text, field), field, f"{value} is not a finite number from {least:g} up")
     if profile.perf.decode_base_ms + profile.perf.decode_row_ms <= 0 or profile.perf.prefill_token_ms <= 0:
-        raise FileError(path, _line_of(text, "perf"), "perf", "a decode step and a prefill token must take some time")
+        raise FileError(path, line_of(text, "perf"), "perf", "a decode step and a prefill token must take some time")
     if (steps := profile.engine_steps) is not None:
         for reason, bad in (
             ("as many numbers as in rows are expected", len(steps.pass_ms) != len(steps.rows)),
@@ -164,25 +138,14 @@ def _check(path: Path, text: str, profile: Profile) -> None:
             ("not a finite number", not all(map(isfinite, steps.pass_ms))),
         ):
             if bad:
-                raise FileError(path, _line_of(text, "engine_steps.pass_ms"), "engine_steps.pass_ms", reason)
+                raise FileError(path, line_of(text, "engine_steps.pass_ms"), "engine_steps.pass_ms", reason)
         spread = steps.prefill_spread
         if _falls(spread) or not all(value > 0 and isfinite(value) for value in spread) or len(spread) == 1:
             field = "engine_steps.prefill_spread"
-            raise FileError(path, _line_of(text, field), field, "none, or two and more positive finite numbers that ascend")
+            raise FileError(path, line_of(text, field), field, "none, or two and more positive finite numbers that ascend")
         if _falls(steps.rows) or len({*steps.rows}) < len(steps.rows):
-            raise FileError(path, _line_of(text, "engine_steps.rows"), "engine_steps.rows", "rows must ascend")
+            raise FileError(path, line_of(text, "engine_steps.rows"), "engine_steps.rows", "rows must ascend")
 
 
 def _falls(values: Sequence[float]) -> bool:
     return any(later < earlier for earlier, later in pairwise(values))
-
-
-def _line_of(text: str, field: str) -> int:
-    """The line of a field given as a path `a.b`, as good as can be told; 1 when it is not there."""
-    at = 0
-    for name in field.split("."):
-        found = text.find(f'"{name.partition("[")[0]}"', at)
-        if found < 0:
-            break
-        at = found
-    return text.count("\n", 0, at) + 1

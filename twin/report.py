@@ -15,7 +15,7 @@ from motet.policies.times.perf_model import Floats
 from motet.twin.events import PS_PER_S
 from motet.twin.figures import Result, cell, table_rows
 from motet.twin.metrics import NEVER, Latencies
-from motet.twin.plots import COLORS, Curve, Plot, svg
+from motet.twin.plots import COLORS, Counts, Curve, Plot, Shares, svg
 
 BUCKETS = 120  # in time
 
@@ -36,16 +36,13 @@ figcaption { font-weight: 600; font-size: .9rem; margin-bottom: .2rem }
 
 def html(title: str, subtitle: str, results: Sequence[Result]) -> str:
     """The report as an HTML page. All results must be of the same workload."""
-    keys = "".join(
-        f'<span class="key" style="background:{color}"></span>{escape(result.name)}'
-        for result, color in zip(results, COLORS, strict=False)
-    )
+    keys = legend([result.name for result in results])
     head = "".join(f"<th>{escape(result.name)}</th>" for result in results)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
         for row in table_rows([result.figures for result in results])
     )
-    plots = "".join(map(_figure, _plots(results)))
+    plots = "".join(map(figure, _plots(results)))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<style>{STYLE}</style></head><body><h1>{escape(title)}</h1><p class="sub">{escape(subtitle)}</p><p>{keys}</p>'
@@ -54,10 +51,19 @@ def html(title: str, subtitle: str, results: Sequence[Result]) -> str:
     )
 
 
-def _figure(plot: Plot) -> str:
-    """The plot as an image inside the page."""
+def figure(plot: Plot | Shares | Counts, names: Sequence[str] = ()) -> str:
+    """The plot as an image inside a page, with the names of its curves or parts."""
     caption, image = escape(plot.caption), b64encode(svg(plot)).decode()
-    return f'<figure><figcaption>{caption}</figcaption><img alt="{caption}" src="data:image/svg+xml;base64,{image}"></figure>'
+    shown = f'<img alt="{caption}" src="data:image/svg+xml;base64,{image}">'
+    return f"<figure><figcaption>{caption}{legend(names)}</figcaption>{shown}</figure>"
+
+
+def legend(names: Sequence[str]) -> str:
+    """The colors of curves or parts."""
+    return "".join(
+        f'<span class="key" style="background:{color}"></span>{escape(name)}'
+        for name, color in zip(names, COLORS, strict=False)
+    )
 
 
 def _classes(results: Sequence[Result]) -> str:

@@ -15,6 +15,7 @@ from math import isqrt
 from typing import Protocol
 
 from motet.policies.times.perf_model import MIB, batch_load, decode_ms, load_ms, prefill_ms
+from motet.policies.times.step_fit import without_context_ms
 from motet.policies.times.step_record import Step
 from motet.shared.model import EngineSteps, PerfModel
 from motet.twin.events import to_ps
@@ -126,13 +127,14 @@ class MeasuredSteps:
 
     def fixed_ps(self, batch: Batch) -> int:
         times = self.times
-        total_ms = (
-            _between(times.rows, times.pass_ms, batch.decode_rows + batch.prefill_tokens)
-            + times.sampled_ms * batch.sampled
-            + times.prefill_ms * batch.prefill_requests
-            + times.adapter_mib_ms * (batch.adapter_bytes / MIB)
-            + times.row_rank_ms * batch.row_rank_sum
-            + times.pair_ms * batch.prefill_pairs
+        total_ms = without_context_ms(
+            times,
+            _between(times.rows, times.pass_ms, batch.decode_rows + batch.prefill_tokens),
+            sampled=batch.sampled,
+            prefills=batch.prefill_requests,
+            adapter_mib=batch.adapter_bytes / MIB,
+            row_ranks=batch.row_rank_sum,
+            pairs=batch.prefill_pairs,
         )
         if batch.prefill_tokens and times.prefill_spread:
             total_ms *= _quantile(times.prefill_spread, batch.chance)

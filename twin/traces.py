@@ -30,8 +30,8 @@ import msgspec
 import numpy as np
 from numpy.random import Generator
 
+from motet.shared.json_files import FileError
 from motet.shared.model import Slo
-from motet.shared.profile import FileError
 from motet.twin.workload import Floats, Intensity, Ints, Lengths, Workload, pick
 
 VERSION = 1
@@ -110,14 +110,14 @@ class Popularity:
 
 def read_trace(path: Path) -> Trace | Workload:
     """The trace in a file of any of the request formats; a file in Motet's own format gives a `Workload`. Raises FileError."""
-    with _opened(path) as lines:
-        first = _first_line(path, lines)
+    with opened(path) as lines:
+        first = first_line(path, lines)
         if first.startswith("{"):
-            return _motet(path, first, lines) if '"motet_trace"' in first else _mooncake(path, _json(path, first, lines))
+            return _motet(path, first, lines) if '"motet_trace"' in first else _mooncake(path, json_rows(path, first, lines))
         header = next(csv.reader([first]), [])
         for needed, read in _CSV:
             if needed <= set(header):
-                return read(path, _csv(path, header, lines))
+                return read(path, csv_rows(path, header, lines))
     known = "; ".join(",".join(sorted(needed)) for needed, _ in _CSV)
     raise FileError(path, 1, "", f"not a known trace: no JSON object, and no header with {known}")
 
@@ -132,14 +132,14 @@ def read_popularity(path: Path, minutes: range | None = None) -> Popularity:
 
 def read_invocations(path: Path, minutes: range | None = None) -> Floats:
     """MAF 2019: invocations [functions, minutes], of some `minutes` or all. Raises FileError."""
-    with _opened(path) as lines:
-        header = next(csv.reader([_first_line(path, lines)]), [])
+    with opened(path) as lines:
+        header = next(csv.reader([first_line(path, lines)]), [])
         names = [name for name in header if name.startswith("minute_")]
         if minutes is not None:
             names = [name for name in names if int(name.removeprefix("minute_")) in minutes]
         if "function" not in header or not names:
             raise FileError(path, 1, "", "not a table of invocations: no columns function, minute_1, ...")
-        counts = [[_whole(path, at, row, name, 0) for name in names] for at, row in _csv(path, header, lines)]
+        counts = [[whole(path, at, row, name, 0) for name in names] for at, row in csv_rows(path, header, lines)]
     table = np.array(counts, np.float64)
     if not table.sum():
         raise FileError(path, 1, "", "no invocations")
@@ -152,14 +152,14 @@ def read_lengths(path: Path) -> Lengths:
     The file is a CSV with num_prefill_tokens, num_decode_tokens (ShareGPT, arXiv), or JSON lines with prompt_tokens_est,
     output_tokens_est (Alpaca).
     """
-    with _opened(path) as lines:
-        first = _first_line(path, lines)
+    with opened(path) as lines:
+        first = first_line(path, lines)
         if first.startswith("{"):
-            names, rows = ("prompt_tokens_est", "output_tokens_est"), _json(path, first, lines)
+            names, rows = ("prompt_tokens_est", "output_tokens_est"), json_rows(path, first, lines)
         else:
             names = ("num_prefill_tokens", "num_decode_tokens")
-            rows = _csv(path, next(csv.reader([first]), []), lines)
-        pairs = [[_whole(path, at, row, name, 1) for name in names] for at, row in rows]
+            rows = csv_rows(path, next(csv.reader([first]), []), lines)
+        pairs = [[whole(path, at, row, name, 1) for name in names] for at, row in rows]
     if not pairs:
         raise FileError(path, 1, "", "no rows")
     prompt, output = np.array(pairs, np.int64).T
@@ -170,8 +170,8 @@ def _azure(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
     columns = [
         (
             _date(path, at, row, "TIMESTAMP"),
-            _whole(path, at, row, "ContextTokens", 1),
-            _whole(path, at, row, "GeneratedTokens", 1),
+            whole(path, at, row, "ContextTokens", 1),
+            whole(path, at, row, "GeneratedTokens", 1),
         )
         for at, row in rows
     ]
@@ -182,9 +182,9 @@ def _azure(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
 def _mooncake(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
     times, prompt, output, prefix = [], [], [], []
     for at, row in rows:
-        times.append(_number(path, at, row, "timestamp") / 1000.0)
-        prompt.append(_whole(path, at, row, "input_length", 1))
-        output.append(_whole(path, at, row, "output_length", 1))
+        times.append(number(path, at, row, "timestamp") / 1000.0)
+        prompt.append(whole(path, at, row, "input_length", 1))
+        output.append(whole(path, at, row, "output_length", 1))
         ids = row.get("hash_ids")
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < MAX_BLOCK_ID for i in ids):
             raise FileError(path, at, "hash_ids", f"must be a list of whole numbers from 0 to {MAX_BLOCK_ID - 1}")
@@ -195,8 +195,8 @@ def _mooncake(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
 def _maf2021(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
     times, names = [], []
     for at, row in rows:
-        times.append(_number(path, at, row, "end_timestamp") - _number(path, at, row, "duration"))
-        names.append(_text(path, at, row, "func"))
+        times.append(number(path, at, row, "end_timestamp") - number(path, at, row, "duration"))
+        names.append(text(path, at, row, "func"))
     return _sorted(times, names=names)
 
 
@@ -205,7 +205,7 @@ def _gentd26(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
     for at, row in rows:
         if row["gmt_create"]:
             times.append(_date(path, at, row, "gmt_create"))
-            names.append(_text(path, at, row, "lora_ids").split(";")[0])
+            names.append(text(path, at, row, "lora_ids").split(";")[0])
     return _sorted(times, names=names)
 
 
@@ -292,13 +292,13 @@ def _motet(path: Path, first: str, lines: Iterator[str]) -> Workload:
     if not header.slos:
         raise FileError(path, 1, "slos", "at least one is needed")
     columns: tuple[list[Any], ...] = ([], [], [], [], [])
-    for at, row in _json(path, "", lines):
+    for at, row in json_rows(path, "", lines):
         values = (
-            _number(path, at, row, "arrival_s"),
-            _whole(path, at, row, "adapter", -1, len(header.adapters) - 1),
-            _whole(path, at, row, "prompt_tokens", 1),
-            _whole(path, at, row, "output_tokens", 1),
-            _whole(path, at, row, "slo", 0, len(header.slos) - 1),
+            number(path, at, row, "arrival_s"),
+            whole(path, at, row, "adapter", -1, len(header.adapters) - 1),
+            whole(path, at, row, "prompt_tokens", 1),
+            whole(path, at, row, "output_tokens", 1),
+            whole(path, at, row, "slo", 0, len(header.slos) - 1),
         )
         if values[0] < (columns[0][-1] if columns[0] else 0.0):
             raise FileError(path, at, "arrival_s", f"{values[0]:g} is before the line above, or negative")
@@ -321,7 +321,7 @@ def _motet(path: Path, first: str, lines: Iterator[str]) -> Workload:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Iterator[str]]:
+def opened(path: Path) -> Iterator[Iterator[str]]:
     """The lines of a file. Raises FileError, with the line reached, if it cannot be opened, unpacked or decoded."""
     at = 0
 
@@ -342,21 +342,23 @@ def _opened(path: Path) -> Iterator[Iterator[str]]:
         raise FileError(path, at + 1, "", str(error)) from None
 
 
-def _first_line(path: Path, lines: Iterator[str]) -> str:
+def first_line(path: Path, lines: Iterator[str]) -> str:
+    """The first line of a file. Raises FileError if it is empty."""
     first = next(lines, "").strip()
     if not first:
         raise FileError(path, 1, "", "empty")
     return first
 
 
-def _csv(path: Path, header: list[str], lines: Iterator[str]) -> Iterator[tuple[int, Row]]:
+def csv_rows(path: Path, header: list[str], lines: Iterator[str]) -> Iterator[tuple[int, Row]]:
+    """(line number, row) of a CSV whose header was read. Raises FileError."""
     for at, values in enumerate(csv.reader(lines), start=2):
         if len(values) != len(header):
             raise FileError(path, at, "", f"{len(values)} columns, the header has {len(header)}")
         yield at, dict(zip(header, values, strict=True))
 
 
-def _json(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[int, Row]]:
+def json_rows(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[int, Row]]:
     """Rows of JSON lines; `first` is line 1, or "" when that was a header."""
     head = [(1, first)] if first else []
     for at, line in itertools.chain(head, enumerate(lines, start=2)):
@@ -373,25 +375,28 @@ def _object(path: Path, at: int, line: str) -> Row:
     return row
 
 
-def _number(path: Path, at: int, row: Row, name: str) -> float:
+def number(path: Path, at: int, row: Row, name: str) -> float:
+    """The finite number in a field. Raises FileError."""
     value = row.get(name)
     try:
-        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+        found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+        found = math.nan
+    if not math.isfinite(found):
         raise FileError(path, at, name, f"{value!r} is not a finite number")
-    return number
+    return found
 
 
-def _whole(path: Path, at: int, row: Row, name: str, least: int, most: int = MAX_TOKENS) -> int:
-    number = _number(path, at, row, name)
-    if number != int(number) or not least <= number <= most:
+def whole(path: Path, at: int, row: Row, name: str, least: int, most: int = MAX_TOKENS) -> int:
+    """The whole number in a field. Raises FileError."""
+    value = number(path, at, row, name)
+    if value != int(value) or not least <= value <= most:
         raise FileError(path, at, name, f"{row[name]!r} is not a whole number from {least} to {most}")
-    return int(number)
+    return int(value)
 
 
-def _text(path: Path, at: int, row: Row, name: str) -> str:
+def text(path: Path, at: int, row: Row, name: str) -> str:
+    """The text in a field. Raises FileError."""
     value = row.get(name)
     if not isinstance(value, str):
         raise FileError(path, at, name, "missing")
@@ -400,8 +405,8 @@ def _text(path: Path, at: int, row: Row, name: str) -> str:
 
 def _date(path: Path, at: int, row: Row, name: str) -> float:
     """The seconds of a date and time."""
-    text = _text(path, at, row, name)
+    value = text(path, at, row, name)
     try:
-        return datetime.fromisoformat(text + "+00:00").timestamp()
+        return datetime.fromisoformat(value + "+00:00").timestamp()
     except ValueError:
-        raise FileError(path, at, name, f"{text!r} is not a date and time") from None
+        raise FileError(path, at, name, f"{value!r} is not a date and time") from None

@@ -174,8 +174,9 @@ class Intensity:
         return cls(edges, np.array([rate, rate * factor, rate]))
 
     def until(self, end_s: float) -> Intensity:
-        """The same rates up to `end_s`."""
-        edges = np.append(self.edges_s[self.edges_s < end_s], min(end_s, float(self.edges_s[-1])))
+        """The same rates up to `end_s`, or to their end if that is earlier."""
+        end_s = min(end_s, float(self.edges_s[-1]))
+        edges = np.append(self.edges_s[self.edges_s < end_s], end_s)
         return Intensity(edges, self.rates[: len(edges) - 1])
 
 

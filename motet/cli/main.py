@@ -41,6 +41,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Planning": {
         "quantize": ("motet.cli.quantize:quantize", "Write a model with weights of 8 or 4 bits."),
         "profile": ("motet.cli.profile:profile", "Measure a worker's step times on this machine."),
+        "plan": ("motet.cli.plan:plan", "Plan how many workers a set of adapters needs."),
         "simulate": ("motet.cli.simulate:simulate", "Simulate a cluster under a workload (the digital twin)."),
     },
     "Single services": {

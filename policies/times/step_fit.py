@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,6 +37,21 @@ FEW = 8
 SLIVER = 0.85  # of the most rows measured: no knot beyond, since too few steps would determine the last line
 DISTURBED = 2.5  # times what the fit says: such a step was interrupted, not just slow
 SPREAD = 21  # quantiles
+
+
+N = TypeVar("N", float, Floats)
+
+
+def without_context_ms(times: EngineSteps, pass_ms: N, *, sampled: N, prefills: N, adapter_mib: N, row_ranks: N, pairs: N) -> N:
+    """The time of a step but for what attention reads of the KV cache, and before the spread of steps with prefills."""
+    return (
+        pass_ms
+        + times.sampled_ms * sampled
+        + times.prefill_ms * prefills
+        + times.adapter_mib_ms * adapter_mib
+        + times.row_rank_ms * row_ranks
+        + times.pair_ms * pairs
+    )
 
 
 def undisturbed(steps: Sequence[Step]) -> list[Step]:

@@ -53,9 +53,10 @@ from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, W
 from motet.shared.generation_config import notes
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
+from motet.shared.json_files import FileError
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.model import PerfModel
-from motet.shared.profile import FileError, Profile, read_profile
+from motet.shared.profile import Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
 from motet.shared.wire.request import Accepted, Cancel, Control, Drain, GenerateRequest, ListPrefixes

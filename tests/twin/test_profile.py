@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from motet.policies.step.cold_start import AssistRates
-from motet.shared.profile import FileError, LinkFacts, write_profile
+from motet.shared.json_files import FileError
+from motet.shared.profile import LinkFacts, write_profile
 from motet.twin.link import LinkModel
 from motet.twin.profile import a10_llama2_7b, read_profile
 from motet.twin.steps import MeasuredSteps, PerfSteps

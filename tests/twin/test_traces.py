@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from motet.shared.json_files import FileError
 from motet.shared.model import Slo
-from motet.twin.traces import FileError, Trace, read_lengths, read_popularity, read_trace, write_trace
+from motet.twin.traces import Trace, read_lengths, read_popularity, read_trace, write_trace
 from motet.twin.workload import Lengths, Workload, zipf
 from tests.twin.support import workload
 

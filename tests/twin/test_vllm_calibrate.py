@@ -15,7 +15,7 @@ import pytest
 
 from bench import twin_vllm
 from bench.watch import Watch
-from motet.twin.traces import FileError
+from motet.shared.json_files import FileError
 from motet.twin.vllm.calibrate import LISTED_US, Sample, calibrate, fit
 from motet.twin.vllm.runs import predict, published_twin, read_runs, requests
 from motet.twin.vllm.steps import TERMS, VllmStepModel, features

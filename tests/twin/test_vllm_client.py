@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from motet.twin.vllm import client as client_module
 from motet.twin.vllm.client import ApiServer, Client, Requests
 from motet.twin.vllm.workload import arrivals, lengths
 
@@ -132,9 +131,8 @@ def test_times_to_first_token_are_those_of_completed_requests_unless_penalised()
     assert outcome.ttft_penalised_ms == pytest.approx((900 + 10_000) / 4)
 
 
-def test_requests_fail_while_no_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "PORTS", 2)
-    client = Client(asked(5, gap_s=10.0), ApiServer())
+def test_requests_fail_while_no_port_is_free() -> None:
+    client = Client(asked(5, gap_s=10.0), ApiServer(ports=2))
     assert client.arrivals(25.0) == [0, 1]
     assert client.refused == 1  # both ports are open
     client.finished(0, 26.0)

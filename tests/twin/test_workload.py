@@ -78,6 +78,13 @@ def test_a_request_is_the_same_alone_and_in_a_row_of_many(monkeypatch: pytest.Mo
     assert [request.index for request in load] == list(range(len(load)))
 
 
+def test_rates_are_cut_where_they_end_at_the_latest() -> None:
+    rates = Intensity(np.array([0.0, 10.0, 20.0]), np.array([1.0, 2.0]))
+    for end_s, edges in ((15.0, [0.0, 10.0, 15.0]), (20.0, [0.0, 10.0, 20.0]), (99.0, [0.0, 10.0, 20.0])):
+        cut = rates.until(end_s)
+        assert (cut.edges_s.tolist(), cut.rates.tolist()) == (edges, [1.0, 2.0])
+
+
 def test_cutting_and_stretching_keep_the_requests() -> None:
     load = workload(1)
     half = load.until(10.0)

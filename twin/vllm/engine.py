@@ -56,6 +56,7 @@ class SimulatedVllm:
         self.work = requests
         self.client = Client(requests, api)
         self.now_s = 0.0
+        self.end_s = requests.duration_s  # of what is simulated
         self.step = 0
         n = len(requests.prompt_tokens)
         adapters = len(requests.ranks)
@@ -91,7 +92,12 @@ class SimulatedVllm:
 
     def run(self) -> Outcome:
         """Simulate the workload's window. Returns what its client would have measured."""
-        end_s = self.work.duration_s
+        self.advance(self.work.duration_s)
+        return self.client.outcome(self.work.duration_s, preemptions=self.preemptions, loads=self.loads)
+
+    def advance(self, end_s: float) -> None:
+        """Simulate until `end_s`, or until nothing runs and nothing arrives before it. The last step may end later."""
+        self.end_s = end_s
         while self.now_s < end_s:
             self._arrive()
             self.client.labelled()
@@ -105,7 +111,6 @@ class SimulatedVllm:
             prefills, prefill_tokens, load_s, scanned = self._schedule()
             self._run(prefills, prefill_tokens, load_s + scanned * self.scan_s)
             self._postprocess(prefills)
-        return self.client.outcome(end_s, preemptions=self.preemptions, loads=self.loads)
 
     # ---- schedule
 
@@ -301,7 +306,7 @@ class SimulatedVllm:
         count = self.end_steps[0] - self.step + 1
         spare = self.free_blocks // self.decoding  # every request takes at most one block in 16 steps
         count = min(count, spare * KV_BLOCK_TOKENS + 1)
-        gap_s = min(self.client.next_arrival_s(), self.work.duration_s) - self.now_s
+        gap_s = min(self.client.next_arrival_s(), self.end_s) - self.now_s
         if gap_s <= first_s:
             return 1
         # the smallest n whose n steps reach the arrival: n first + growth n (n - 1) / 2 >= gap

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 GRAPH_TOKENS = 512  # largest CUDA graph; sizes in between are multiples of 8
 TERMS = (
@@ -37,42 +37,49 @@ TERMS = (
 
 
 def features(
-    tokens: float, rows: float, context_tokens: float, a_max: int, s_max: int, distinct: float, *, mixed: bool
+    tokens: ArrayLike,
+    rows: ArrayLike,
+    context_tokens: ArrayLike,
+    a_max: ArrayLike,
+    s_max: ArrayLike,
+    distinct: ArrayLike,
+    *,
+    mixed: bool,
 ) -> NDArray[np.float64]:
-    """The terms of a step, [len(TERMS)], in the order of `TERMS`. The duration of a step is linear in them.
+    """The terms of steps, [..., len(TERMS)], in the order of `TERMS`. The duration of a step is linear in them.
 
     `tokens`: of the step; `rows`: requests that get a token; `context_tokens`: tokens that the decodes have in the cache;
-    `distinct`: adapters in the batch; `mixed`: the step has prompt tokens. `a_max` 0: the engine runs without LoRA.
+    `distinct`: adapters in the batch; `mixed`: the steps have prompt tokens. `a_max` 0: the engine runs without LoRA. They
+    are numbers, or arrays that broadcast.
     """
-    padded = _padded(tokens)
-    expand = -(-padded // 64)
-    split = 64 if padded < 128 else 8
-    columns = -(-s_max // 16) * split / 64
-    lora = 1.0 if a_max and distinct else 0.0
-    adapters = distinct if a_max else 0.0
-    return np.array(
-        [
-            1.0,
-            padded,
-            max(padded - 128, 0),
-            rows,
-            context_tokens / 1e3,
-            context_tokens / 1e3 if mixed else 0.0,
-            lora,
-            lora * padded,
-            a_max * expand,
-            a_max * -(-padded // 32) * columns,
-            adapters,
-            adapters * expand,
-            adapters * columns,
-        ]
+    slots, rank = np.asarray(a_max, dtype=np.float64), np.asarray(s_max, dtype=np.float64)
+    padded = _padded(np.asarray(tokens, dtype=np.float64))
+    expand = np.ceil(padded / 64)
+    columns = np.ceil(rank / 16) * np.where(padded < 128, 64, 8) / 64
+    adapters = np.where(slots > 0, distinct, 0.0)
+    lora = (adapters > 0).astype(np.float64)
+    context = np.asarray(context_tokens, dtype=np.float64) / 1e3
+    terms = (
+        1.0,
+        padded,
+        np.maximum(padded - 128, 0),
+        rows,
+        context,
+        context if mixed else 0.0,
+        lora,
+        lora * padded,
+        slots * expand,
+        slots * np.ceil(padded / 32) * columns,
+        adapters,
+        adapters * expand,
+        adapters * columns,
     )
+    return np.stack(np.broadcast_arrays(*terms), axis=-1).astype(np.float64)
 
 
-def _padded(tokens: float) -> float:
-    if tokens > GRAPH_TOKENS:
-        return tokens
-    return max(1.0, tokens) if tokens <= 4 else float(-(-round(tokens) // 8) * 8)
+def _padded(tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    graph = np.where(tokens <= 4, np.maximum(1.0, tokens), np.ceil(np.round(tokens) / 8) * 8)
+    return np.where(tokens > GRAPH_TOKENS, tokens, graph)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +104,10 @@ class VllmStepModel:
     def table(self, a_max: int, s_max: int, max_tokens: int, in_memory: int) -> StepTable:
         """The model at one setting of the slots with `in_memory` adapters in CPU memory, as a table by the tokens of a step."""
         weights = np.array([self.ms[term] for term in TERMS]) * 1e-3
-        idle = [float(features(m, 0, 0, a_max, s_max, 0, mixed=False) @ weights) for m in range(max_tokens + 1)]
-        one = [float(features(m, 0, 0, a_max, s_max, 1, mixed=False) @ weights) for m in range(max_tokens + 1)]
-        two = [float(features(m, 0, 0, a_max, s_max, 2, mixed=False) @ weights) for m in range(max_tokens + 1)]
+        tokens = np.arange(max_tokens + 1)
+        idle, one, two = (
+            (features(tokens, 0, 0, a_max, s_max, distinct, mixed=False) @ weights).tolist() for distinct in (0, 1, 2)
+        )
         used = [2 * a - b for a, b in zip(one, two, strict=True)]
         per_adapter = [b - a + self.listed_us * 1e-6 * in_memory for a, b in zip(one, two, strict=True)]
         context_s = self.ms["context_ktokens"] * 1e-6

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from motet.twin.traces import FileError
+from motet.shared.json_files import FileError
 
 
 @dataclass(frozen=True, slots=True)

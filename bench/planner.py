@@ -1,0 +1,301 @@
+"""`motet plan` measured: workers against the bound and against other planners, and what the twin finds of every plan.
+
+    python -m bench planner [--runs DIR] [--part scenarios|what-if|models] [--quick]
+
+*scenarios*: high, low and mixed rates and ranks of 100, 400 and 2,000 adapters (adapter-caching paper, section 8.4), on the
+published calibrations of vLLM for Llama and Qwen and on CaraServe's A10. Each plan is made as `motet plan` makes it, then
+judged by an hour with seeds that it has not seen. A rival's plan counts only if it is valid too.
+
+*what-if*: 20 drawn workers with lengths of arXiv, Mooncake and Azure (from `--runs`'s parent folder), which no constant of the
+law was chosen with: the load at which the law says that they break, beside the twin's.
+
+*models* (needs `--runs`): the law and the learned models beside published runs of vLLM (`bench.planner_models`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from bench import planner_models, report
+from bench.planner_scenarios import ADAPTERS, scenarios
+from motet.cli.plan_runs import processes
+from motet.policies.plan.bound import bound
+from motet.policies.plan.capacity import Limits, judge
+from motet.policies.plan.fleet import CannotServe
+from motet.policies.plan.rivals import RIVALS
+from motet.shared.model import Slo
+from motet.twin.planning.check import Run
+from motet.twin.planning.kinds import NativeKind, Part, VllmKind
+from motet.twin.planning.loads import Loads, Objective, capped
+from motet.twin.planning.planner import Goal, Made, Offer, Trial, bounding, make, pack_by, tried
+from motet.twin.profile import a10_llama2_7b
+from motet.twin.traces import Trace, read_lengths, read_trace
+from motet.twin.vllm.published import published
+from motet.twin.workload import Lengths, Workload
+
+T = TypeVar("T")
+MODELS = ("llama-3.1-8b@h100", "qwen2.5-7b@h100")
+NATIVE_RATE = 0.25  # of the scenarios' rates: an A10 serves a tenth of an H100
+TRIAL = Trial(seeds=(1, 2), warm_s=300.0, duration_s=2100.0)
+HOUR = Trial(seeds=(1001,), warm_s=300.0, duration_s=3900.0)
+QUICK = Trial(seeds=(1,), warm_s=60.0, duration_s=240.0)
+NATIVE = Trial(seeds=(1,), warm_s=60.0, duration_s=360.0)
+NATIVE_HOUR = Trial(seeds=(1001,), warm_s=60.0, duration_s=660.0)
+WHAT_IFS = 20
+BREAK_STEP = 1.02
+MIX_RATES = (3.2, 1.6, 0.8, 0.4, 0.1, 0.05, 0.025, 0.0125)  # of the paper, section 8.3
+MOST_TOKENS = 16_384
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The bench's own options."""
+    parser.add_argument("--runs", type=Path, help="folder with the published runs of vLLM; its parent has traces of lengths")
+    parser.add_argument("--part", choices=["scenarios", "what-if", "models"], help="only this part")
+    planner_models.options(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All parts, or one."""
+    figures: dict[str, Any] = {}
+    with processes() as simulate:
+        if args.part in (None, "scenarios"):
+            figures |= _scenarios(args, simulate)
+        if args.part in (None, "what-if") and args.runs is not None:
+            figures |= _what_ifs(args)
+    if args.part in (None, "models"):
+        figures |= planner_models.figures(args)
+    return figures
+
+
+# ---- scenarios
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A scenario on a kind of worker, how a plan is tried, and how it is judged afterwards."""
+
+    name: str
+    offer: Offer
+    loads: Loads
+    trial: Trial
+    hour: Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One planner's plan of one scenario. `workers` None: it found none. `valid`: share of its workers."""
+
+    scenario: str
+    planner: str
+    least: int  # the bound, rounded up
+    workers: int | None = None
+    valid: float = 0.0
+    starved: int = 0
+    attained: float = 0.0
+
+
+def _scenarios(args: argparse.Namespace, simulate: Run) -> dict[str, Any]:
+    rows: list[Row] = []
+    packed_s, planned_s, bound_s = [0.0], [0.0], [0.0]
+    cases = list(_cases(quick=args.quick))
+    for number in args.watch.rounds(len(cases), "scenarios"):
+        case = cases[number]
+        offers, goal = [case.offer], Goal()
+        found, took_s = _timed(bound, case.loads.demand, bounding(offers, goal))
+        least = found.value
+        bound_s.append(took_s)
+        _, took_s = _timed(make, case.loads, offers, goal, None, simulate)
+        packed_s.append(took_s)
+        made, took_s = _timed(make, case.loads, offers, goal, case.trial, simulate)
+        planned_s.append(took_s)
+        rows.append(_judged(case, "motet", made, least, simulate))
+        for rival, packer in RIVALS.items():
+            try:
+                other = pack_by(packer, case.loads, offers, goal)
+            except CannotServe:
+                rows.append(Row(scenario=case.name, planner=rival, least=math.ceil(least)))
+                continue
+            rows.append(_judged(case, rival, other, least, simulate))
+        print(f"{case.name}: {len(made.workers)} workers after {made.rounds} rounds, bound {least:.2f}", flush=True)
+    _print_rows(rows)
+    return {
+        **_figures(rows),
+        "plan_s_law": round(max(packed_s), 2),
+        "plan_s_twin": round(max(planned_s), 1),
+        "bound_s": round(max(bound_s), 2),
+    }
+
+
+def _timed(work: Callable[..., T], *given: Any) -> tuple[T, float]:
+    began_s = time.monotonic()
+    return work(*given), time.monotonic() - began_s
+
+
+def _judged(case: Case, planner: str, made: Made, least: float, simulate: Run) -> Row:
+    results = tried(made.parts, [case.offer], case.hour, simulate)
+    arrived = sum(int(result.arrived.sum()) for result in results)
+    return Row(
+        scenario=case.name,
+        planner=planner,
+        workers=len(made.workers),
+        least=math.ceil(least - 1e-6),
+        valid=sum(result.valid for result in results) / len(results),
+        starved=sum(result.starved for result in results),
+        attained=sum(int(result.attained.sum()) for result in results) / max(1, arrived),
+    )
+
+
+def _cases(*, quick: bool) -> Iterator[Case]:
+    chosen = [scenario for scenario in scenarios() if not quick or scenario.adapters == min(ADAPTERS)]
+    for scenario in chosen[: 1 if quick else None]:
+        for model in MODELS[: 1 if quick else None]:
+            yield Case(
+                name=f"{model.partition('-')[0]} {scenario.name}",
+                offer=Offer(kind=VllmKind(name=model, calibration=published(model))),
+                loads=scenario.loads(),
+                trial=QUICK if quick else TRIAL,
+                hour=QUICK if quick else HOUR,
+            )
+    native = replace(chosen[0], adapters=40 if quick else 100)
+    yield Case(
+        name=f"A10 {native.name}",
+        offer=Offer(kind=NativeKind(name="a10", profile=a10_llama2_7b())),
+        loads=native.loads(rate=NATIVE_RATE, ttft_slo_ms=2000.0),
+        trial=QUICK if quick else NATIVE,
+        hour=QUICK if quick else NATIVE_HOUR,
+    )
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    shown = [
+        [
+            row.scenario,
+            row.planner,
+            "-" if row.workers is None else row.workers,
+            row.least,
+            "-" if row.workers is None else f"{row.valid:.0%}",
+            row.starved,
+            f"{row.attained:.2%}",
+        ]
+        for row in rows
+    ]
+    columns = ["scenario", "planner", "workers", "bound", "valid workers", "starved", "attained"]
+    print(report.table("plans", columns, shown))
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, Any]:
+    ours = {row.scenario: row for row in rows if row.planner == "motet"}
+    workers = {name: row.workers or 0 for name, row in ours.items()}
+    figures: dict[str, Any] = {
+        "scenarios": len(ours),
+        "workers_vs_bound": round(sum(workers.values()) / sum(row.least for row in ours.values()), 3),
+        "most_above_bound": max(workers[name] - row.least for name, row in ours.items()),
+        "valid": round(sum(row.valid * workers[name] for name, row in ours.items()) / sum(workers.values()), 4),
+        "starved_adapters": sum(row.starved for row in ours.values()),
+    }
+    for rival in dict.fromkeys(row.planner for row in rows if row.planner != "motet"):
+        theirs = [row for row in rows if row.planner == rival]
+        valid = [row for row in theirs if row.workers is not None and row.valid == 1.0]
+        saved = [(row.workers or 0) - workers[row.scenario] for row in valid]
+        key = rival.replace("*", "_star").replace("-", "_")
+        figures[f"valid_{key}"] = len(valid)
+        figures[f"workers_vs_{key}"] = (
+            round(sum(workers[row.scenario] for row in valid) / sum(row.workers or 0 for row in valid), 3) if valid else None
+        )
+        figures[f"fewest_of_{key}"] = min(saved, default=None)
+    return figures
+
+
+# ---- what-if
+
+
+def _what_ifs(args: argparse.Namespace) -> dict[str, Any]:
+    """How far the load at which the law says that a worker breaks is from the twin's, on drawn workers."""
+    data = args.runs.parent
+    pools = {
+        "arxiv": read_lengths(data / "arxiv_summarization_lengths.csv.gz"),
+        "azure": _pairs(read_trace(data / "azure_llm_2023_conv.csv.gz")),
+        "mooncake": _pairs(read_trace(data / "mooncake_conversation.jsonl.gz")),
+    }
+    jobs = [
+        (number, list(pools)[number % 3], pools[list(pools)[number % 3]]) for number in range(4 if args.quick else WHAT_IFS)
+    ]
+    rows, errors = [], []
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for (_, name, _), (predicted, found, limit, adapters) in zip(jobs, pool.map(_broken, jobs), strict=True):
+            errors.append(abs(predicted / found - 1.0))
+            rows.append([name, adapters, predicted, found, predicted / found, limit])
+    print(
+        report.table(
+            "load at which a worker breaks, requests/s", ["lengths", "adapters", "law", "twin", "law / twin", "limit"], rows
+        )
+    )
+    return {
+        "what_if_error": round(float(np.mean(errors)), 3),
+        "what_if_error_p50": round(float(np.median(errors)), 3),
+        "what_if_error_most": round(max(errors), 3),
+    }
+
+
+def _pairs(trace: Trace | Workload) -> Lengths:
+    if trace.prompt_tokens is None or trace.output_tokens is None:
+        raise ValueError("the trace has no lengths")
+    return Lengths(trace.prompt_tokens, trace.output_tokens)
+
+
+def _broken(job: tuple[int, str, Lengths]) -> tuple[float, float, str, int]:
+    """(requests/s at which the law says that a drawn worker breaks, at which the twin finds it, the law's limit, adapters)."""
+    number, _, lengths = job
+    rng = np.random.default_rng([7, number])
+    model = MODELS[number % 2]
+    kind = VllmKind(name=model, calibration=published(model))
+    count = int(rng.choice([16, 32, 64, 96, 128, 192, 256, 384]))
+    ranks = rng.choice([8, 16, 32], count) if rng.random() < 0.5 else np.full(count, rng.choice([8, 16, 32]))
+    loads = Loads(
+        names=tuple(f"a{place}" for place in range(count)),
+        rate=rng.choice(rng.choice(MIX_RATES, 3), count),
+        rank=ranks,
+        size_bytes=np.ones(count, np.int64),
+        pool=np.zeros(count, np.int64),
+        objective=np.zeros(count, np.int64),
+        lengths=(capped(lengths, MOST_TOKENS),),
+        objectives=(
+            Objective(
+                slo=Slo(ttft_slo_ms=float(rng.choice([1000, 2000, 4000])), tpot_slo_ms=float(rng.choice([120, 200, 300])))
+            ),
+        ),
+    )
+    law = kind.settings
+    able = np.flatnonzero(law.max_rank == law.max_rank[law.max_rank >= ranks.max()].min())
+    setting = int(rng.choice(able))
+
+    def enough(rate: float) -> bool:
+        return bool(judge(loads.faster(rate / float(loads.rate.sum())).demand, law, Limits()).strain[setting] <= 1.0)
+
+    def holds(rate: float) -> bool:
+        part = Part(setting=setting, loads=loads.faster(rate / float(loads.rate.sum())))
+        (outcome,) = kind.simulate([part], seed=number, warm_s=300.0, duration_s=1500.0)
+        return bool(outcome.attained.sum() >= loads.objectives[0].share * outcome.arrived.sum())
+
+    predicted = _edge(enough, 1e-3, 1e4, 1.001)
+    found = _edge(holds, predicted / 8.0, predicted * 8.0, BREAK_STEP)
+    limit = judge(loads.faster(predicted / float(loads.rate.sum())).demand, law).limit(setting)
+    return predicted, found, limit, count
+
+
+def _edge(good: Callable[[float], bool], low: float, high: float, step: float) -> float:
+    """The largest value that is good, to a factor of `step`, where all below it are."""
+    while high / low > step:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low

@@ -1,0 +1,166 @@
+"""Kinds of workers and the adapters on each: what a packing decides and what it is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.policies.plan.capacity import Limits, Settings, Verdict, judge_sets
+from motet.policies.plan.demand import Demand, Floats
+from motet.policies.plan.loads import Loads
+
+Rows = NDArray[np.intp]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of worker that a plan may use."""
+
+    name: str
+    settings: Settings
+    cost: float = 1.0
+    most: int | None = None  # workers; None: any number
+    limits: Limits = field(default_factory=Limits)
+
+    def tightened(self, setting: int, limits: Limits) -> Kind:
+        """The kind with lower limits for every setting whose largest rank is that of `setting`.
+
+        The limits thus stay with adapters of these ranks, whatever workers they are packed into.
+        """
+        alike = self.settings.max_rank == self.settings.max_rank[setting]
+
+        def column(old: float | Floats, new: float | Floats, *, larger: bool = False) -> Floats:
+            pick = np.maximum if larger else np.minimum
+            return np.where(alike, pick(old, new), np.broadcast_to(old, len(self.settings)))
+
+        tight = Limits(
+            busy=column(self.limits.busy, limits.busy),
+            z=column(self.limits.z, limits.z, larger=True),
+            latency=column(self.limits.latency, limits.latency),
+        )
+        return replace(self, limits=tight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A worker of a packing, and what the law says of it."""
+
+    kind: int
+    rows: tuple[int, ...]  # adapters: rows of the demand, ascending
+    shares: tuple[float, ...]  # of the rate of each adapter; below 1 where copies on other workers serve the rest
+    setting: int
+    strain: float
+    limit: str  # what binds first, one of `capacity.LIMITS`
+    capacity: float  # requests/s
+    busy: float
+    batch: float
+    adapters_in_use: float
+    miss_share: float
+    tpot_ms: float
+    ttft_ms: float
+
+    def demand(self, demand: Demand) -> Demand:
+        """What is asked of this worker."""
+        taken = demand.take(list(self.rows))
+        return replace(taken, rate=taken.rate * np.array(self.shares))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Workers that serve a demand."""
+
+    workers: tuple[Packed, ...]
+    cost: float
+
+    @property
+    def strain(self) -> float:
+        """Of the most strained worker. The law is satisfied where it is at most 1."""
+        return max(worker.strain for worker in self.workers)
+
+
+class CannotServe(Exception):
+    """No packing serves the demand. The message is a sentence with the reason."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker that is being packed: its adapters, their sums, and the best setting for them."""
+
+    kind: int
+    rows: list[int]
+    load: Loads
+    setting: int
+    strain: float
+
+
+class Adapters:
+    """A demand with one row for each adapter, prepared for judging many sets of its rows on each kind."""
+
+    def __init__(self, demand: Demand, kinds: Sequence[Kind]) -> None:
+        self.demand, self.kinds = demand, kinds
+        shapes = [(len(kind.settings), len(demand)) for kind in kinds]
+        copies = [
+            np.broadcast_to(kind.settings.steps.copy_ms(demand), shape) for kind, shape in zip(kinds, shapes, strict=True)
+        ]
+        self.loads = [Loads.of(demand, copy_ms) for copy_ms in copies]
+        self.tokens = demand.rate * demand.output_tokens  # output tokens/s of each
+        self._able: dict[tuple[int, float], tuple[Rows, Settings, Limits]] = {}
+
+    def __len__(self) -> int:
+        return len(self.demand)
+
+    def worker(self, kind: int, rows: Iterable[int]) -> Worker:
+        """A worker with these rows."""
+        chosen = list(rows)
+        load = self.loads[kind].joined(np.array(chosen, dtype=np.intp))
+        return Worker(kind, chosen, load, *self.best(kind, load))
+
+    def best(self, kind: int, load: Loads) -> tuple[int, float]:
+        """The setting with the least strain for one set of adapters, and the strain; (0, inf) where none holds its ranks."""
+        settings, verdict = self._judged(kind, load)
+        if verdict is None:
+            return 0, np.inf
+        best = verdict.best
+        return int(settings[best]), float(verdict.strain[best])
+
+    def _judged(self, kind: int, load: Loads) -> tuple[Rows, Verdict | None]:
+        rank = float(load.extreme("rank")[0])
+        able, settings, limits = self._settings(kind, rank)
+        return able, judge_sets(load, settings, limits, copy_ms=load.copies[0, able]) if len(able) else None
+
+    def _settings(self, kind: int, rank: float) -> tuple[Rows, Settings, Limits]:
+        """The settings with the smallest largest rank that holds this one. A larger one only costs more."""
+        key = (kind, rank)
+        if key not in self._able:
+            one = self.kinds[kind]
+            ranks = one.settings.max_rank
+            rows = np.flatnonzero(ranks == ranks.min(where=ranks >= rank, initial=np.inf))
+            self._able[key] = rows, one.settings.take(rows), one.limits.at(rows)
+        return self._able[key]
+
+    def strains(self, kind: int, loads: Loads, settings: Rows) -> Floats:
+        """The strain of each set with the setting of the same row."""
+        return self._verdict(kind, loads, settings).strain
+
+    def _verdict(self, kind: int, loads: Loads, settings: Rows) -> Verdict:
+        one = self.kinds[kind]
+        copy_ms = loads.copies[np.arange(len(loads)), settings]
+        return judge_sets(loads, one.settings.take(settings), one.limits.at(settings), copy_ms=copy_ms)
+
+    def packed(self, kind: int, rows: Iterable[int], setting: int | None = None) -> Packed:
+        """What the law says of a worker with these rows, with its best setting if none is given."""
+        worker = self.worker(kind, sorted(rows))
+        chosen = worker.setting if setting is None else setting
+        said = self._verdict(kind, worker.load, np.array([chosen]))
+        facts = ("capacity", "busy", "batch", "adapters_in_use", "miss_share", "tpot_ms", "ttft_ms", "strain")
+        return Packed(
+            kind=kind,
+            rows=tuple(worker.rows),
+            shares=(1.0,) * len(worker.rows),
+            setting=chosen,
+            limit=said.limit(0),
+            **{name: float(getattr(said, name)[0]) for name in facts},
+        )

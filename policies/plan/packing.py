@@ -1,0 +1,103 @@
+"""Packs adapters onto as few (or as cheap) workers as the law of a worker allows.
+
+    split      an adapter that needs more than a worker becomes equal copies, each on a worker of its own
+    pack       along an order of the adapters (`prefixes`): by rank and rate ("bisect") or by the lower bound ("guided");
+               the cheaper one counts, and of equal ones the one that is strained less. `paper` has the paper's procedure
+    empty      the lightest worker is emptied into the others, as long as one can be
+    level      adapters move until all workers are strained alike
+
+Every step is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from motet.policies.plan.bound import Bound, bound
+from motet.policies.plan.demand import Demand
+from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packing, Worker
+from motet.policies.plan.guided import guided
+from motet.policies.plan.level import emptied, level
+from motet.policies.plan.prefixes import by_prefixes, zigzag
+from motet.policies.plan.splitting import Copies, split
+
+Procedure = Literal["best", "bisect", "guided"]
+
+
+STEPS = 16
+"""Moves that level a packing, besides one for each worker."""
+
+
+def pack(demand: Demand, kinds: Sequence[Kind], *, procedure: Procedure = "best", guide: Bound | None = None) -> Packing:
+    """Workers that serve the demand within the limits of their kinds, at the least cost that the procedure finds.
+
+    The demand has one row for each adapter: every `count` is 1. `guide`: a bound of the same demand and kinds; without one
+    `guided` computes a rough one. Raises CannotServe, and ValueError for other counts.
+    """
+    copies = _copies(demand, kinds)
+    return packing(copies, _packed(copies, procedure, guide if len(copies.row) == len(demand) else None))
+
+
+def pack_onto(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> Packing:
+    """The demand on as many workers of each kind as given, strained as alike as possible: the objective "latency".
+
+    From a packing on at most so many, further workers get half of the adapters of the most strained one. Raises as `pack`.
+    """
+    allowed = [replace(kind, most=count) for kind, count in zip(kinds, counts, strict=True)]
+    copies = _copies(demand, allowed)
+    adapters, workers = copies.adapters, _packed(copies, "best", None)
+    for kind, count in enumerate(counts):
+        for _ in range(count - sum(worker.kind == kind for worker in workers)):
+            at = max(range(len(workers)), key=lambda at: (len(workers[at].rows) > 1, workers[at].strain))
+            if len(rows := sorted(workers[at].rows, key=lambda row: (adapters.tokens[row], row))) > 1:
+                workers[at] = adapters.worker(workers[at].kind, rows[::2])
+                workers.append(adapters.worker(kind, rows[1::2]))
+    level(adapters, workers, STEPS + 4 * len(workers))
+    return packing(copies, workers)
+
+
+def _packed(copies: Copies, procedure: Procedure, guide: Bound | None) -> list[Worker]:
+    adapters = copies.adapters
+    orders = []
+    if procedure != "guided":
+        orders.append(zigzag(adapters.demand))
+    if procedure != "bisect":
+        guide = guide or bound(adapters.demand, adapters.kinds, rough=True)
+        if guide.points:
+            orders.append(guided(adapters.demand, guide))
+    found, failed = list[list[Worker]](), list[CannotServe]()
+    for order in orders:
+        try:
+            found.append(by_prefixes(adapters, order))
+        except CannotServe as error:
+            failed.append(error)
+    if not found:
+        raise failed[-1]
+    workers = min(found, key=lambda workers: (_cost(adapters, workers), max(worker.strain for worker in workers)))
+    while (fewer := emptied(adapters, workers)) is not None:
+        workers = fewer
+    level(adapters, workers, STEPS + len(workers) // 4)
+    return workers
+
+
+def _copies(demand: Demand, kinds: Sequence[Kind]) -> Copies:
+    if (demand.count != 1).any():
+        raise ValueError("a packing needs one row for each adapter")
+    return split(demand, kinds)
+
+
+def _cost(adapters: Adapters, workers: Sequence[Worker]) -> float:
+    return sum(adapters.kinds[worker.kind].cost for worker in workers)
+
+
+def packing(copies: Copies, workers: Sequence[Worker]) -> Packing:
+    """The workers with the rows and shares of the original demand, in the order of their first adapters."""
+    adapters = copies.adapters
+    found = []
+    for worker in workers:
+        one = adapters.packed(worker.kind, worker.rows, worker.setting)
+        rows = list(one.rows)
+        found.append(replace(one, rows=tuple(copies.row[rows].tolist()), shares=tuple(copies.share[rows].tolist())))
+    return Packing(workers=tuple(sorted(found, key=lambda one: (one.kind, one.rows))), cost=_cost(adapters, workers))

@@ -1,0 +1,307 @@
+"""Workers that can be had: what the law needs of them, and how they are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
+from typing import Protocol
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from motet.policies.plan.capacity import Settings, StepLaw
+from motet.policies.plan.native import native_settings, token_bytes
+from motet.policies.plan.native_steps import LinearSteps, MeasuredSteps
+from motet.policies.times.perf_model import MIB
+from motet.twin.cluster import BusDelays, Cluster
+from motet.twin.metrics import NEVER, Latencies, Metrics
+from motet.twin.planning.loads import Loads
+from motet.twin.profile import TwinProfile
+from motet.twin.scheduler import SchedulerSpec
+from motet.twin.vllm.calibrate import STEP_TOKENS, Calibration
+from motet.twin.vllm.client import Requests
+from motet.twin.vllm.engine import EngineConfig
+from motet.twin.vllm.law import settings
+from motet.twin.vllm.serving import DRAIN_S, Objectives, serve
+from motet.twin.worker_spec import WorkerSpec
+from motet.twin.workload import Floats, Ints, Workload
+
+VLLM_SEATS = 256
+"""vLLM's default of max_num_seqs."""
+VLLM_MOST_TOKENS = 32_768
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one worker serves: a setting of its kind, and adapters with their rates here."""
+
+    setting: int
+    loads: Loads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a simulated worker did with its requests after a warm-up: columns are [adapters] of its `Part`."""
+
+    arrived: Ints
+    served: Ints
+    attained: Ints
+    in_ttft: int
+    in_tpot: int
+    ttft_p99_ms: float
+    tpot_p99_ms: float
+
+
+class Kind(Protocol):
+    """A kind of worker, which can be pickled."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def settings(self) -> Settings:
+        """Its settings for the law."""
+        ...
+
+    @property
+    def together(self) -> bool:
+        """Whether workers share the load of all, so that they can only be simulated together."""
+        ...
+
+    def simulate(self, parts: Sequence[Part], *, seed: int, warm_s: float, duration_s: float) -> list[Outcome]:
+        """Simulate workers with new requests, drawn with a seed."""
+        ...
+
+    def flags(self, setting: int, adapters: int) -> str:
+        """The options to start a worker with that serves so many adapters."""
+        ...
+
+    def adapter_share(self, setting: int) -> float | None:
+        """The share of the memory for KV blocks and adapters that adapters get; None where it is not known."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmKind:
+    """A GPU with vLLM that was calibrated (`twin.vllm.calibrate`). Each adapter's requests go to the workers of its plan."""
+
+    name: str
+    calibration: Calibration
+    seats: int = VLLM_SEATS
+    together = False
+
+    @property
+    def settings(self) -> Settings:
+        """See `Kind`."""
+        return settings(self.calibration, seats=self.seats)
+
+    def simulate(self, parts: Sequence[Part], *, seed: int, warm_s: float, duration_s: float) -> list[Outcome]:
+        """See `Kind`. The worker has no other requests, and its router takes no time."""
+        return [self._one(part, seed + place, warm_s, duration_s) for place, part in enumerate(parts)]
+
+    def _one(self, part: Part, seed: int, warm_s: float, duration_s: float) -> Outcome:
+        law, loads = self.settings, part.loads
+        work = loads.workload(np.random.default_rng(seed), duration_s, most_tokens=VLLM_MOST_TOKENS)
+        config = EngineConfig(
+            a_max=int(law.slots[part.setting]),
+            s_max=int(law.max_rank[part.setting]),
+            kv_tokens=int(law.kv_tokens[part.setting]),
+            max_num_seqs=self.seats,
+            max_batched_tokens=STEP_TOKENS,
+        )
+        requests = Requests(
+            arrival_s=work.arrival_s.tolist(),
+            adapter=np.where(work.adapter < 0, int(loads.rank.argmin()), work.adapter).tolist(),
+            prompt_tokens=work.prompt_tokens.tolist(),
+            output_tokens=work.output_tokens.tolist(),
+            ranks=loads.rank.tolist(),
+            duration_s=duration_s,
+        )
+        goals = [loads.objectives[index].slo for index in loads.objective.tolist()]
+        objectives = Objectives(np.array([g.ttft_slo_ms for g in goals]), np.array([g.tpot_slo_ms for g in goals]))
+        served = serve(config, self.calibration.steps, requests, objectives, warm_s, request_s=self.calibration.api.request_s)
+        return Outcome(
+            arrived=served.arrived,
+            served=served.served,
+            attained=served.attained,
+            in_ttft=int(served.in_ttft),
+            in_tpot=int(served.in_tpot),
+            ttft_p99_ms=served.ttft_p99_ms,
+            tpot_p99_ms=served.tpot_p99_ms,
+        )
+
+    def flags(self, setting: int, adapters: int) -> str:
+        """See `Kind`."""
+        law = self.settings
+        return (
+            f"--enable-lora --max-loras {law.slots[setting]:.0f} --max-lora-rank {law.max_rank[setting]:.0f}"
+            f" --max-cpu-loras {max(adapters, int(law.slots[setting]))} --max-num-seqs {self.seats}"
+        )
+
+    def adapter_share(self, setting: int) -> float | None:
+        """See `Kind`: by the KV tokens that there are with and, on the same line, without slots."""
+        law = self.settings
+        (a, kv_a), *_, (b, kv_b) = self.calibration.kv_points[int(law.max_rank[setting])]
+        without = kv_a + (kv_a - kv_b) / (b - a) * a
+        return float(1.0 - law.kv_tokens[setting] / without)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeKind:
+    """A worker of Motet's own, from a profile of `motet profile`. Schedulers distribute the requests over all of them."""
+
+    name: str
+    profile: TwinProfile
+    together = True
+
+    @property
+    def settings(self) -> Settings:
+        """See `Kind`."""
+        return native_settings(self.profile.limits, self.profile.engine, self._steps)
+
+    @property
+    def _steps(self) -> StepLaw:
+        profile, stalls = self.profile, self.profile.link is None
+        if profile.engine_steps is not None:
+            return MeasuredSteps(times=profile.engine_steps, perf=profile.perf, stalls=stalls)
+        extra = profile.steps
+        return LinearSteps(
+            perf=profile.perf, schedule_ms=extra.schedule_ms, context_token_ms=extra.context_token_ms, stalls=stalls
+        )
+
+    def simulate(self, parts: Sequence[Part], *, seed: int, warm_s: float, duration_s: float) -> list[Outcome]:
+        """See `Kind`. Motet's schedulers decide; each worker starts with the adapters of its part."""
+        everything = joined([part.loads for part in parts])
+        place_of = {name: place for place, name in enumerate(everything.names)}
+        most = max(len(part.loads) for part in parts)
+        work = everything.workload(np.random.default_rng(seed), duration_s, most_tokens=self.profile.limits.max_model_len)
+        hops = self.profile.hops
+        cluster = Cluster(
+            work,
+            [self.worker(part.setting, most) for part in parts],
+            SchedulerSpec(),
+            bus=BusDelays(assign_ms=hops.assign_ms, stream_ms=hops.frame_ms),
+            seed=seed,
+        )
+        for worker, part in zip(cluster.workers, parts, strict=True):
+            busiest = np.argsort(-part.loads.rate, kind="stable").tolist()
+            names = [part.loads.names[row] for row in busiest if part.loads.rank[row]]
+            worker.preload(work.adapters[place_of[name]].digest for name in names)
+        cluster.run(until_s=duration_s + DRAIN_S)
+        seen = _Seen.by(work, cluster.metrics, everything, warm_s)
+        return [seen.outcome([place_of[name] for name in part.loads.names]) for part in parts]
+
+    def worker(self, setting: int, adapters: int) -> WorkerSpec:
+        """The worker of the profile as its `flags` start it."""
+        law, limits = self.settings, self.profile.limits
+        limits = replace(
+            limits,
+            adapter_bytes_total=int(law.adapter_bytes[setting]),
+            kv_blocks_total=int(law.kv_tokens[setting]) // limits.block_size,
+        )
+        options = replace(self.profile.engine, max_loras=self._slots(adapters))
+        return dataclass_replace(self.profile.spec(), limits=limits, options=options)
+
+    def _slots(self, adapters: int) -> int:
+        return max(self.profile.engine.max_loras, adapters)
+
+    def flags(self, setting: int, adapters: int) -> str:
+        """See `Kind`."""
+        law, limits, token = self.settings, self.profile.limits, token_bytes(self.profile.limits)
+        flags = (
+            f"--max-running {limits.max_running} --max-loras {self._slots(adapters)} --max-lora-rank {limits.max_lora_rank}"
+            f" --lora-memory-mib {max(1.0, law.adapter_bytes[setting] / MIB):.0f}"
+        )
+        return f"{flags} --kv-memory-gib {law.kv_tokens[setting] * token / GIB:.4g}" if token else flags
+
+    def adapter_share(self, setting: int) -> float | None:
+        """See `Kind`."""
+        law, token = self.settings, token_bytes(self.profile.limits)
+        size = float(law.adapter_bytes[setting])
+        return size / (size + float(law.kv_tokens[setting]) * token) if token else None
+
+
+def joined(parts: Sequence[Loads]) -> Loads:
+    """The adapters of several parts, each once with the sum of its rates."""
+    place: dict[str, int] = {}
+    for part in parts:
+        for name in part.names:
+            place.setdefault(name, len(place))
+    rate = np.zeros(len(place))
+    first = np.zeros((len(place), 2), np.int64)
+    for number, part in enumerate(parts):
+        for row, name in enumerate(part.names):
+            rate[place[name]] += part.rate[row]
+            first[place[name]] = number, row
+
+    def column(values: Sequence[Ints]) -> Ints:
+        return np.array([values[number][row] for number, row in first.tolist()], np.int64)
+
+    return dataclass_replace(
+        parts[0],
+        names=tuple(place),
+        rate=rate,
+        rank=column([part.rank for part in parts]),
+        size_bytes=column([part.size_bytes for part in parts]),
+        pool=column([part.pool for part in parts]),
+        objective=column([part.objective for part in parts]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What happened to each request of a simulated cluster, [requests]."""
+
+    adapter: Ints
+    counted: NDArray[np.bool_]
+    done: NDArray[np.bool_]
+    ttft_ms: Floats  # nan without a first token
+    tpot_ms: Floats  # nan for a single token
+    in_ttft: NDArray[np.bool_]
+    in_tpot: NDArray[np.bool_]
+
+    @classmethod
+    def by(cls, work: Workload, metrics: Metrics, loads: Loads, warm_s: float) -> _Seen:
+        times = Latencies.of(work, metrics)
+        ttft_ms, tpot_ms = np.full((2, len(work)), np.nan)
+        ttft_ms[times.rows], tpot_ms[times.rows] = times.ttft_ms, times.tpot_ms
+        slo = np.zeros(len(work), np.int64) if work.slo is None else work.slo
+        goals = np.array([(one.slo.ttft_slo_ms, one.slo.tpot_slo_ms) for one in loads.objectives])[slo].T
+        done = metrics.end_ps != NEVER
+        return cls(
+            adapter=np.where(work.adapter < 0, int(loads.rank.argmin()), work.adapter),
+            counted=work.arrival_s >= warm_s,
+            done=done,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            in_ttft=done & (ttft_ms <= goals[0]),
+            in_tpot=done & ~(tpot_ms > goals[1]),
+        )
+
+    def outcome(self, adapters: Sequence[int]) -> Outcome:
+        """Of the requests on these adapters."""
+        place = np.full(int(max(self.adapter.max(initial=0), max(adapters))) + 1, -1)
+        place[list(adapters)] = np.arange(len(adapters))
+        mine = self.counted & (place[self.adapter] >= 0)
+
+        def each(chosen: NDArray[np.bool_]) -> Ints:
+            return np.bincount(place[self.adapter[mine & chosen]], minlength=len(adapters))
+
+        everything = np.ones(len(mine), bool)
+        return Outcome(
+            arrived=each(everything),
+            served=each(self.done),
+            attained=each(self.in_ttft & self.in_tpot),
+            in_ttft=int((mine & self.in_ttft).sum()),
+            in_tpot=int((mine & self.in_tpot).sum()),
+            ttft_p99_ms=_p99(self.ttft_ms[mine & self.done]),
+            tpot_p99_ms=_p99(self.tpot_ms[mine & self.done]),
+        )
+
+
+def _p99(values: Floats) -> float:
+    values = values[~np.isnan(values)]
+    return float(np.percentile(values, 99)) if len(values) else float("nan")
