@@ -6,8 +6,7 @@
 
 - A group is rows with the same adapter, whose weights are read once for all of them.
 - Groups of up to FEW rows are multiplied row by row with vector instructions: a tile of weights of 16 KiB and more is read at
-  once into registers, so that many bytes are in flight. Larger groups, of up to M rows, use tensor cores. A tile of expand
-  has a smaller product for up to SOME of them.
+  once into registers, so that many bytes are in flight. Larger groups, of up to M rows, use tensor cores.
 - Parts of K have planes of their own and are added in a fixed order: no atomics on values, so the same batch gives the same
   bits on every run. Expand adds those of few rows. Of more rows the program that ends last adds them and puts the sum
   into the first plane, because many tiles of expand read it; `arrived` counts the programs that have ended.
@@ -217,6 +216,15 @@ def _by_halves(planes, PLANES: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
+def _times_h(b, h, R: tl.constexpr, BN: tl.constexpr):
+    """h b [BN], of b [R, BN] and h [R], with ranks in pairs as in `_times_x`."""
+    first, second = tl.split(tl.permute(tl.reshape(b, (2, R // 2, BN)), (1, 2, 0)))
+    h_first, h_second = tl.split(tl.permute(tl.reshape(h, (2, R // 2)), (1, 0)))
+    products = first.to(tl.float32) * h_first[:, None]
+    return tl.sum(tl.fma(second.to(tl.float32), tl.broadcast_to(h_second[:, None], (R // 2, BN)), products), 0)
+
+
+@triton.jit
 def _expand_few(
     y_slice, y_stride, b_layer, pages, n_pages, width, start, scale, h_slice, h_row, h_plane, splits, rows, first, count,
     R: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, ADD: tl.constexpr,
@@ -240,7 +248,7 @@ def _expand_few(
             _wait(EARLY)
             part = h_slice + (first + m) * h_row + (q * h_plane)[:, None] + (j + page * PAGE_RANKS)[None, :]
             planes = tl.load(part, mask=(q < splits)[:, None], other=0.0)
-            total += tl.sum(b.to(tl.float32) * _by_halves(planes, PLANES, R)[:, None], 0)
+            total += _times_h(b, _by_halves(planes, PLANES, R), R, BN)
         total *= scale
         if ADD:
             total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -294,7 +302,8 @@ def lora_expand(
     """y[rows, columns] += scale * h B for every tile of columns. Without ADD y is overwritten instead, with zeros where an
     adapter lacks the projection.
 
-    A tile has BN columns for many rows, of which R ranks are multiplied at once, and WIDE for few, FEW_R at once.
+    A tile has BN columns for many rows, of which R ranks are multiplied at once, and WIDE for few, FEW_R at once. Up to SOME of
+    many rows are a smaller product.
     """
     n_tiles = tl.load(tiles + LINE * tl.minimum(tl.program_id(0), room - 1) + 7)
     for work in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
@@ -318,14 +327,19 @@ def lora_expand(
                         rows, first, count, FEW_R, WIDE, PLANES, ADD, ALIGN, WHOLE_N, EARLY,
                     )  # fmt: skip
             if count > FEW:
-                if count <= SOME:
-                    _expand_many(
-                        y_slice, y_stride, b_layer, own_pages, n_pages, width, start, scale, h_slice, h_row, rows, first, count,
-                        SOME, R, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
-                    )  # fmt: skip
-                elif M > SOME:  # a constant: without it the branch is not compiled
+                if M == SOME:  # noqa: SIM114 (a constant: then the branches below are not compiled)
                     _expand_many(
                         y_slice, y_stride, b_layer, own_pages, n_pages, width, start, scale, h_slice, h_row, rows, first, count,
                         M, R, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
+                    )  # fmt: skip
+                elif count > SOME:
+                    _expand_many(
+                        y_slice, y_stride, b_layer, own_pages, n_pages, width, start, scale, h_slice, h_row, rows, first, count,
+                        M, R, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
+                    )  # fmt: skip
+                else:
+                    _expand_many(
+                        y_slice, y_stride, b_layer, own_pages, n_pages, width, start, scale, h_slice, h_row, rows, first, count,
+                        SOME, R, BN, ADD, ALIGN, WHOLE_N, EARLY, UPCAST,
                     )  # fmt: skip
     _wait(EARLY)

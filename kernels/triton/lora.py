@@ -36,6 +36,7 @@ BESIDE: dict[LaunchPlan, Beside] = {"decode": "all", "prefill": "shrink"}
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
 MOST_SPLITS = 16  # of K in a decode step; h has a plane for each
 FUSED = False  # where a product is added to another, the compiler would choose which of them is rounded first: its bits would vary
+ANY_REGISTERS = 255  # as many as a thread can have: ptxas spills some for less otherwise
 RESERVED_GROUPS = 16  # of rows, which a reserved batch of the prefill plan is divided for: a short prompt beside a few decodes
 
 
@@ -49,7 +50,7 @@ class Launch:
     block: int = 0  # shrink: columns of K at once for many rows
     wide: int = 0  # shrink: columns of K for few rows
     ranks: int = 0  # expand: at once for many rows
-    registers: int | None = None  # of a thread, at most, where 16-bit types are read in pieces of 16 bytes
+    registers: int | None = None  # of a thread, at most, where 16-bit types are read in pieces of 16 bytes; else ANY_REGISTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +326,7 @@ def _compiled_with(options: Options, launch: Launch, align: int) -> dict[str, in
         "num_stages": launch.stages,
         "enable_fp_fusion": FUSED,
         "launch_pdl": options.early,
-        "maxnreg": None if align == 1 or options.upcast else launch.registers,
+        "maxnreg": ANY_REGISTERS if align == 1 or options.upcast else launch.registers,
     }
 
 

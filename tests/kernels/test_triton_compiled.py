@@ -89,7 +89,7 @@ def test_small_and_large_decode_steps_sum_in_an_order_that_their_threads_do_not_
     small, large = (compiled[f"expand, {name}"]["summed"] for name in ("decode, few rows", "decode"))
     *planes, ranks = small
     assert planes == large[:-1] == ["2x8x16", "2x4x16", "2x2x16", "2x1x16"], "two numbers at a time, in any order"
-    assert ranks == f"16x{LORA['decode, few rows'].tile.wide}" and large[-1] == f"16x{LORA['decode'].tile.wide}"
+    assert ranks == f"8x{LORA['decode, few rows'].tile.wide}" and large[-1] == f"8x{LORA['decode'].tile.wide}"
     for constants in (LORA["decode, few rows"], LORA["decode"]):  # a thread has 8 columns, and so all ranks of them
         assert constants.tile.wide == 8 * 32 * constants.expand.warps
     assert compiled["shrink, decode, few rows"]["summed"] == compiled["shrink, decode"]["summed"]
@@ -99,8 +99,8 @@ def test_small_and_large_decode_steps_sum_in_an_order_that_their_threads_do_not_
 def test_products_are_fused_with_sums_only_where_the_kernel_says_so(compiled: dict[str, dict[str, Any]], name: str) -> None:
     """Elsewhere the compiler would choose which of two products is rounded, and choose otherwise for steps of another size."""
     launch, tile = LAUNCHES[name], LORA[name.split(", ", 1)[1]].tile
-    pairs = tile.few_ranks * launch.wide // 2 // (32 * launch.warps) if "shrink" in name else 0  # of columns, in each thread
-    assert compiled[name]["fused"] == pairs
+    weights = tile.few_ranks * (launch.wide if "shrink" in name else tile.wide)
+    assert compiled[name]["fused"] == weights // 2 // (32 * launch.warps), "of every two of a thread's products one"
 
 
 @pytest.mark.parametrize("name", [*ATTENTION, "decode, divided", "fp32, divided"])

@@ -19,7 +19,7 @@ from motet.kernels.triton import sampling_kernels
 from motet.kernels.triton.attention import LAUNCHES, SPLITTING
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink
-from motet.kernels.triton.lora import FUSED, LARGE, MOST_SPLITS, PREFILL, SMALL, Launch
+from motet.kernels.triton.lora import ANY_REGISTERS, FUSED, LARGE, MOST_SPLITS, PREFILL, SMALL, Launch
 from motet.kernels.triton.pointwise import COLUMNS, COLUMNS_WARPS, GROUP, head_launch, norm_launch
 from motet.kernels.triton.pointwise_kernels import add_norm, rotate_and_store, silu_mul
 from motet.kernels.triton.sampling import CHUNK, ROOM, TILE, WARPS
@@ -54,7 +54,7 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configura
     found: dict[str, Configuration] = {}
 
     def lora_options(launch: Launch) -> dict[str, Any]:
-        limit = None if ragged or upcast else launch.registers
+        limit = ANY_REGISTERS if ragged or upcast else launch.registers
         return {**_options(launch), "enable_fp_fusion": FUSED, "maxnreg": limit}
 
     for name, constants in LORA.items():
@@ -127,15 +127,13 @@ def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any], *
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        machine_code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
         "registers": int(re.findall(r"REG:(\d+)", used)[0]),
         "local_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", used))),  # spills, if any
         "shared_bytes": built.metadata.shared,
         "products": len(re.findall(r"wgmma\.mma|mma\.sync", ptx)),
         "wide_products": len(re.findall(r"wgmma\.mma", ptx)),
-        "fused": len(re.findall(r"\bFFMA\b", machine_code)),  # products whose sum with another number is rounded once
+        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),  # products whose sum with another number is rounded once
         "copies_16": len(re.findall(r"cp\.async\.cg\.shared\.global[^;]*, 0x10|cp\.async\.cg\.shared\.global[^;]*, 16", ptx)),
         "copies_narrow": len(re.findall(r"cp\.async\.ca\.", ptx)),
         "loads_16": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", ptx)),
