@@ -36,7 +36,7 @@ BESIDE: dict[LaunchPlan, Beside] = {"decode": "all", "prefill": "shrink"}
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
 MOST_SPLITS = 16  # of K in a decode step; h has a plane for each
 FUSED = False  # where a product is added to another, the compiler would choose which of them is rounded first: its bits would vary
-ANY_REGISTERS = 255  # as many as a thread can have: ptxas spills some for less otherwise
+ANY_REGISTERS = 255  # as many as a thread can have; left alone, ptxas spills instead where sizes have no promised divisor
 RESERVED_GROUPS = 16  # of rows, which a reserved batch of the prefill plan is divided for: a short prompt beside a few decodes
 
 
@@ -50,7 +50,7 @@ class Launch:
     block: int = 0  # shrink: columns of K at once for many rows
     wide: int = 0  # shrink: columns of K for few rows
     ranks: int = 0  # expand: at once for many rows
-    registers: int | None = None  # of a thread, at most, where 16-bit types are read in pieces of 16 bytes; else ANY_REGISTERS
+    registers: int | None = None  # of a thread, at most, where 16-bit types are read in pieces of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +326,15 @@ def _compiled_with(options: Options, launch: Launch, align: int) -> dict[str, in
         "num_stages": launch.stages,
         "enable_fp_fusion": FUSED,
         "launch_pdl": options.early,
-        "maxnreg": ANY_REGISTERS if align == 1 or options.upcast else launch.registers,
+        "maxnreg": registers_of(launch, ragged=align == 1, upcast=options.upcast),
     }
+
+
+def registers_of(launch: Launch, *, ragged: bool, upcast: bool) -> int | None:
+    """The most that a thread may have; None leaves it to ptxas."""
+    if upcast:
+        return None
+    return ANY_REGISTERS if ragged else launch.registers
 
 
 def _sizes(pool: LoraPool, group: str) -> tuple[int, int, int, int]:

@@ -19,7 +19,7 @@ from motet.kernels.triton import sampling_kernels
 from motet.kernels.triton.attention import LAUNCHES, SPLITTING
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink
-from motet.kernels.triton.lora import ANY_REGISTERS, FUSED, LARGE, MOST_SPLITS, PREFILL, SMALL, Launch
+from motet.kernels.triton.lora import FUSED, LARGE, MOST_SPLITS, PREFILL, SMALL, Launch, registers_of
 from motet.kernels.triton.pointwise import COLUMNS, COLUMNS_WARPS, GROUP, head_launch, norm_launch
 from motet.kernels.triton.pointwise_kernels import add_norm, rotate_and_store, silu_mul
 from motet.kernels.triton.sampling import CHUNK, ROOM, TILE, WARPS
@@ -54,8 +54,8 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configura
     found: dict[str, Configuration] = {}
 
     def lora_options(launch: Launch) -> dict[str, Any]:
-        limit = ANY_REGISTERS if ragged or upcast else launch.registers
-        return {**_options(launch), "enable_fp_fusion": FUSED, "maxnreg": limit}
+        registers = registers_of(launch, ragged=ragged, upcast=upcast)
+        return {**_options(launch), "enable_fp_fusion": FUSED, "maxnreg": registers}
 
     for name, constants in LORA.items():
         tile, shrink, expand = constants.tile, constants.shrink, constants.expand
