@@ -35,7 +35,7 @@ Beside = Literal["shrink", "all"]  # what runs beside the base model's product
 BESIDE: dict[LaunchPlan, Beside] = {"decode": "all", "prefill": "shrink"}
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
 MOST_SPLITS = 16  # of K in a decode step; h has a plane for each
-FUSED = False  # where a product is added to another, the compiler would choose which of them is rounded first: its bits would vary
+FUSED = False  # of two products that are added the compiler would choose one to round, in every kernel another
 ANY_REGISTERS = 255  # as many as a thread can have; left alone, ptxas spills instead where sizes have no promised divisor
 RESERVED_GROUPS = 16  # of rows, which a reserved batch of the prefill plan is divided for: a short prompt beside a few decodes
 
