@@ -160,6 +160,22 @@ class Outcome:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What the client saw of each request, [requests], and how the machine was. Times in ms, inf where an answer is not whole.
+
+    The time per token of a single token is nan. `behind`, `lost`: as in `Outcome`.
+    """
+
+    status: NDArray[np.int64]
+    whole: NDArray[np.bool_]
+    ttft_ms: NDArray[np.float64]
+    tpot_ms: NDArray[np.float64]
+    busy: float
+    behind: float
+    lost: float
+
+
 class Live:
     """The running cluster. Its workers stay; each policy gets a scheduler and a predictor that know nothing yet."""
 
@@ -168,8 +184,8 @@ class Live:
 
     @classmethod
     @contextmanager
-    def started(cls, setting: Setting) -> Iterator[Live]:
-        """A context with the cluster, with every adapter on the device of every worker."""
+    def started(cls, setting: Setting, more: Mapping[str, str] = {}) -> Iterator[Live]:
+        """A context with the cluster, with every adapter on the device of every worker. `more`: further MOTET_* variables."""
         variables = {
             "MOTET_PLUGINS": "bench.rivals,bench.rivals.named_parts",
             "MOTET_POLICY": "round-robin",
@@ -184,6 +200,7 @@ class Live:
             "MOTET_PREDICTOR_FIT_S": "100000",  # lengths do not depend on prompts here, and a fit takes a core
             SEED_ENDS: "1",
             **setting.pace.variables(),
+            **more,
         }
         with TemporaryDirectory(prefix="motet-bench-") as directory:
             for number, (name, rank) in enumerate(zip(setting.names, setting.ranks.tolist(), strict=True)):
@@ -211,18 +228,38 @@ class Live:
 
     def run(self, policy: str, workload: Workload) -> Outcome:
         """The policy's answers to these requests."""
+        self.begin(policy)
+        answers = self.answers(workload, self._setting.names)
+        return Outcome(
+            kept=~(answers.tpot_ms > workload.slos[0].tpot_slo_ms),
+            tpot_ms=answers.tpot_ms[np.isfinite(answers.tpot_ms)],
+            ttft_ms=answers.ttft_ms[answers.whole],
+            failed=int((~answers.whole).sum()),
+            busy=answers.busy,
+            behind=answers.behind,
+            lost=answers.lost,
+        )
+
+    def restart(self, variables: Mapping[str, str]) -> None:
+        """Replace the workers by ones with these MOTET_* variables, and bring every adapter to their devices."""
+        workers = [name for name in self._mesh.facts.services if name.startswith("worker")]
+        self._mesh.replace({**variables, "MOTET_POLICY": "round-robin"}, "scheduler-1", *workers)
+        self._warm()
+
+    def begin(self, policy: str) -> None:
+        """Replace scheduler and predictor by ones that know nothing yet."""
         self._mesh.replace({"MOTET_POLICY": policy}, "scheduler-1", "predictor")
         wait_for(self._mesh.port, self._setting.names, HEADERS)
-        names, slo = self._setting.names, workload.slos[0]
+
+    def answers(self, workload: Workload, names: Sequence[str], *, most_tokens: int = MOST_TOKENS) -> Answers:
+        """The answers to requests for adapters of these names. Every client asks for up to `most_tokens` tokens."""
+        slo, wanted = workload.slos[0], workload.output_tokens.tolist()
+        columns = zip(
+            workload.arrival_s.tolist(), workload.adapter.tolist(), workload.prompt_tokens.tolist(), wanted, strict=True
+        )
         requests = [
-            request_for(at_s, names[which], prompt, output, slo)
-            for at_s, which, prompt, output in zip(
-                workload.arrival_s.tolist(),
-                workload.adapter.tolist(),
-                workload.prompt_tokens.tolist(),
-                workload.output_tokens.tolist(),
-                strict=True,
-            )
+            request_for(at_s, names[which], prompt, output, slo, most_tokens=most_tokens)
+            for at_s, which, prompt, output in columns
         ]
         before_s, paced_before = sum(self._mesh.cpu_s().values()), self._paced()
         began_s = time.monotonic()
@@ -230,32 +267,38 @@ class Live:
         took_s = time.monotonic() - began_s
         cpu_s = sum(self._mesh.cpu_s().values()) - before_s
         paced_s, behind_s, lost_s = self._paced() - paced_before
-        wanted = workload.output_tokens.tolist()
-        whole = [one.status == 200 and one.tokens == tokens for one, tokens in zip(requests, wanted, strict=True)]
-        tpot_ms = np.array(
-            [_tpot_ms(one, tokens) if good else np.inf for one, tokens, good in zip(requests, wanted, whole, strict=True)]
-        )
-        return Outcome(
-            kept=~(tpot_ms > slo.tpot_slo_ms),
-            tpot_ms=tpot_ms[np.isfinite(tpot_ms)],
-            ttft_ms=np.array([1000.0 * one.ttft_s for one, good in zip(requests, whole, strict=True) if good]),
-            failed=len(whole) - sum(whole),
+        whole = np.array([one.status == 200 and one.tokens == tokens for one, tokens in zip(requests, wanted, strict=True)])
+        tpot_ms = np.array([_tpot_ms(one, tokens) for one, tokens in zip(requests, wanted, strict=True)])
+        return Answers(
+            status=np.array([one.status for one in requests]),
+            whole=whole,
+            ttft_ms=np.where(whole, [1000.0 * one.ttft_s for one in requests], np.inf),
+            tpot_ms=np.where(whole, tpot_ms, np.inf),
             busy=cpu_s / took_s / cores(),
             behind=float(behind_s / paced_s),
             lost=float(lost_s / paced_s),
         )
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each adapter on a device, as the registry says."""
+        listed = json.loads(get(f"{self._mesh.url}/v1/adapters", HEADERS))["data"]
+        return {adapter["name"]: int(adapter["size_bytes"]) for adapter in listed}
+
     def learned(self) -> list[PerfModel]:
         """What the workers have learned of their step times, as schedulers hear it."""
+        return [word.perf for word in self.snapshots()]
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        """What each worker says of itself, as schedulers hear it."""
         return asyncio.run(self._hear())
 
-    async def _hear(self) -> list[PerfModel]:
-        facts, found = self._mesh.facts, dict[str, PerfModel]()
+    async def _hear(self) -> list[WorkerSnapshot]:
+        facts, found = self._mesh.facts, dict[str, WorkerSnapshot]()
         complete = asyncio.Event()
 
         def hear(word: WorkerState) -> None:
             if isinstance(word, WorkerSnapshot):
-                found[word.worker_id] = word.perf
+                found[word.worker_id] = word
             if len(found) == self._setting.workers:
                 complete.set()
 
@@ -301,13 +344,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def request_for(at_s: float, name: str, prompt_tokens: int, output_tokens: int, slo: Slo) -> Request:
+def request_for(
+    at_s: float, name: str, prompt_tokens: int, output_tokens: int, slo: Slo, *, most_tokens: int = MOST_TOKENS
+) -> Request:
     """A request whose answer has `output_tokens` tokens, which its seed tells the paced engine alone."""
     draw = np.random.default_rng((prompt_tokens, output_tokens))
     prompt = draw.integers(*LETTERS, size=prompt_tokens).tolist()
     kind = Kind(name="bench", ttft_slo_ms=slo.ttft_slo_ms, tpot_slo_ms=slo.tpot_slo_ms)
     letters = {"allowed_token_ids": [*range(*LETTERS)]}  # every token is a text, so each comes in an event of its own
-    body = completion(name, prompt, MOST_TOKENS, ignore_eos=False, seed=output_tokens, stream=True, **letters)
+    body = completion(name, prompt, most_tokens, ignore_eos=False, seed=output_tokens, stream=True, **letters)
     return Request(wire=post(body, {"connection": "close", **HEADERS, **kind.objectives}), at_s=at_s, kind=kind)
 
 

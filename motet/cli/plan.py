@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -121,6 +120,9 @@ def _plan(options: dict[str, Any], run: Run, say: Callable[[str], None]) -> None
     tests = changes(options["what_ifs"])
     watched = options["source"]
     loads = live(watched, options["watch_s"], goals, say) if watched else loads_of(options, goals)
+    if options["explain"] and options["explain"] not in loads.names:
+        raise click.UsageError(f"--explain {options['explain']}: there is no such adapter")
+    html = _page_maker() if options["page"] else None
     trial = Trial(seeds=tuple(range(1, options["seeds"] + 1)), warm_s=WARM_S, duration_s=WARM_S + options["minutes"] * 60.0)
     if options["old"]:
         _judge(read_plan(options["old"]), loads, offers, trial, run)
@@ -138,8 +140,11 @@ def _plan(options: dict[str, Any], run: Run, say: Callable[[str], None]) -> None
         console.print(plan_show.rival_table(written, cases.rivals()))
     if tests:
         console.print(plan_show.case_table([cases.changed(made, change) for change in tests]))
-    if options["page"]:
-        _write_page(options["page"], cases, written, rivals=options["rivals"])
+    if html is not None:
+        stairs = cases.staircase(rivals=options["rivals"])
+        lines = plan_show.summary(written, cases.loads)
+        text = html("Motet plan", lines, written, stairs, cases.attainment(), cases.day())
+        options["page"].write_text(text, encoding="utf-8")
     if written.checked is not None and not written.checked.valid:
         raise click.ClickException(f"the twin finds no plan valid after {made.rounds} rounds: {plan_show.missing(written)}")
 
@@ -158,11 +163,10 @@ def _judge(old: Plan, loads: Loads, offers: Sequence[Offer], trial: Trial, run: 
         raise click.ClickException("the plan does not hold on this load")
 
 
-def _write_page(path: Path, cases: Cases, written: Plan, *, rivals: bool) -> None:
+def _page_maker() -> Callable[..., str]:
+    """What makes the page, before anything is simulated for it."""
     try:
         from motet.twin.planning.page import html
     except ModuleNotFoundError as error:
         raise click.ClickException(f"--html needs {error.name}: pip install 'motet[plots]'") from None
-    lines = plan_show.summary(written, cases.loads)
-    text = html("Motet plan", lines, written, cases.staircase(rivals=rivals), cases.attainment(), cases.day())
-    path.write_text(text, encoding="utf-8")
+    return html

@@ -125,30 +125,20 @@ def seen(
     objectives: Mapping[str, Objective],
 ) -> Loads:
     """The loads between two readings. `known`: the registry's adapters."""
-    given = dict(objectives)
-    rows: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    classes: dict[str, tuple[float, str]] = {}
-    for key, now in after.items():
-        was = before.get(key, {})
-        name, slo_class = key
-        requests = now["requests"] - was.get("requests", 0.0)
-        if requests > 0:
-            for kind in ("requests", "prompt", "output"):
-                rows[name][kind] += now.get(kind, 0.0) - was.get(kind, 0.0)
-            classes[name] = max(classes.get(name, (0.0, "")), (requests, slo_class))
-            given.setdefault(slo_class, Objective(slo=Slo(slo_class=slo_class)))
+    rows, classes = _asked(before, after)
     if not rows:
         raise ValueError(f"no request ended in {watch_s:g} s; watch for longer with --watch-s, or give --adapters")
     ranks = {adapter["name"]: (int(adapter["rank"]), int(adapter["size_bytes"])) for adapter in known}
     if OTHER in rows:
         rest = [name for name in ranks if name not in rows] or [OTHER]
-        shared = rows.pop(OTHER)
-        for name in rest:
-            rows[name] = {kind: value / len(rest) for kind, value in shared.items()}
-            classes[name] = classes[OTHER]
+        rows |= dict.fromkeys(rest, _divided(rows.pop(OTHER), len(rest)))
+        classes |= dict.fromkeys(rest, classes[OTHER])
+    given = dict(objectives)
+    for _, name in classes.values():
+        given.setdefault(name, Objective(slo=Slo(slo_class=name)))
     order = list(given)
     names = [name for name in rows if name == BASE or name in ranks]
-    means = [tuple(_rounded(rows[name][kind] / rows[name]["requests"]) for kind in ("prompt", "output")) for name in names]
+    means = [_means(rows[name]) for name in names]
     pools = {mean: place for place, mean in enumerate(dict.fromkeys(means))}
     return Loads(
         names=tuple(names),
@@ -162,6 +152,29 @@ def seen(
         ),
         objectives=tuple(given.values()),
     )
+
+
+def _asked(before: Counts, after: Counts) -> tuple[dict[str, dict[str, float]], dict[str, tuple[float, str]]]:
+    """By adapter: requests, prompt and output tokens between two readings, and (requests, class) of its most frequent class."""
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    classes: dict[str, tuple[float, str]] = {}
+    for (name, slo_class), now in after.items():
+        was = before.get((name, slo_class), {})
+        requests = now["requests"] - was.get("requests", 0.0)
+        if requests > 0:
+            for kind in ("requests", "prompt", "output"):
+                rows[name][kind] += now.get(kind, 0.0) - was.get(kind, 0.0)
+            classes[name] = max(classes.get(name, (0.0, "")), (requests, slo_class))
+    return rows, classes
+
+
+def _divided(counts: Mapping[str, float], parts: int) -> dict[str, float]:
+    return {kind: value / parts for kind, value in counts.items()}
+
+
+def _means(counts: Mapping[str, float]) -> tuple[float, float]:
+    """Prompt and output tokens per request."""
+    return _rounded(counts["prompt"] / counts["requests"]), _rounded(counts["output"] / counts["requests"])
 
 
 def _rounded(tokens: float) -> float:

@@ -136,6 +136,9 @@ def missing(plan: Plan) -> str:
         for place, worker in enumerate(plan.workers, start=1)
         if worker.attained is not None and worker.attained < least
     ]
+    loss = plan.checked.after_loss if plan.checked is not None else None
+    if not late and loss is not None and loss < least:
+        return f"without the most loaded workers {loss:.2%} are attained"
     return ", ".join(late) or "single adapters miss their objective"
 
 

@@ -19,7 +19,8 @@ solution uses a wide cell, it is divided. The value rises with each division, an
 A class is a rank, a size, lengths, objectives and a rate of a grid. An adapter between two rates of the grid counts as a share
 of each: the sum of rates is kept, and slots in use are concave in the rate, so it is not more than the adapter needs. Relaxed
 besides: steps wait for the copies that a tangent of the curve of misses proves (only where slots are scarce), not for all;
-adapters of different lengths have the least context, and each the steps of a worker with its lengths alone.
+waits for a seat or a slot and the variation of prompts are left out of the latencies; adapters of different lengths have the
+least context, and each the steps of a worker with its lengths alone, so the bound is low where lengths differ much.
 """
 
 from __future__ import annotations
@@ -37,22 +38,21 @@ from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.fleet import Kind, Rows
 
 TOLERANCE = 3e-3
-"""By how much a solution may exceed the optimum of its cells; the value is lowered by it."""
-ROUNDS = 25
-ROUGH_ROUNDS = 5
+"""A cell that saves a smaller share of its cost is not worth adding; the value is lowered by what it might save."""
+NEAR, CLOSE = 1.005, 1.01
+"""Solution over bound at which the search ends: `CLOSE` where both mean the same number of workers, else `NEAR`."""
+ROUNDS, ROUGH_ROUNDS = 25, 5
 ROUGH_CLASSES = 24
 CELLS = 16_000
-STEPS = 40
-"""Attempts to find weights of a cell's rows that prove that it does not lower the cost."""
-PULL = 1.5
-ALONE = 8
-ADDED = 24
-EACH = 3
+"""No more cells are divided beyond this number."""
+ALONE, PASSES, DIVIDED = 8, 4, 128
+"""Divisions of the best cells for single classes at the start; in each round, and how many cells in each of these."""
+STEPS, PULL = 40, 1.5
+"""Attempts to find weights of a cell's rows that prove that it does not lower the cost, and how far the first goes."""
+ADDED, EACH = 24, 3
+"""Cells that a round adds to the program, in all and of one setting."""
 KEPT = 64
-DIVIDED = 128
-PASSES = 4
-NEAR, CLOSE = 1.005, 1.01
-"""Bound and solution are this close at the end, where both mean the same number of workers."""
+"""Cells in the program above which those that its solution does not use leave it."""
 LEFT_OVER = 1e5
 """Price of a class that is not served, in workers."""
 
@@ -67,7 +67,7 @@ class Bound:
 
     @property
     def workers(self) -> float:
-        """Workers of the solution, not whole: a bound where every kind costs 1."""
+        """Workers of the solution, not whole. The solution costs a little more than `value`."""
         return sum(point.workers for point in self.points)
 
 
@@ -90,7 +90,6 @@ class _Found:
     served: Floats  # shares, [cells, classes]
     worth: Floats  # [classes]
     cost: Floats  # [kinds], and the price of the limit on their number
-    left_over: float
 
     def points(self, cells: Cells) -> tuple[Point, ...]:
         return tuple(
@@ -172,7 +171,8 @@ class _Program:
                 self.active &= self.used
             self.active[self._diverse(better, able)] = True
             found = self._master()
-        return Bound(value=value, points=found.points(self.cells), nearest=nearest)
+        allowed = sum(np.inf if kind.most is None else kind.cost * kind.most for kind in self.kinds)
+        return Bound(value=value if value <= allowed else np.inf, points=found.points(self.cells), nearest=nearest)
 
     def _diverse(self, better: Rows, able: Floats) -> Rows:
         """The best cells, at most a few of each setting."""
@@ -280,8 +280,7 @@ class _Program:
         served = np.zeros((len(self.cells), classes))
         served[cells[cell], one] = solved.x[:shares]
         prices[kinds] -= solved.ineqlin.marginals[limit:]
-        left_over = float(solved.x[shares + len(cells) :].max())
-        return _Found(float(solved.fun), workers, served, solved.eqlin.marginals / count, prices, left_over)
+        return _Found(float(solved.fun), workers, served, solved.eqlin.marginals / count, prices)
 
 
 def _close(bound: float, solution: float) -> bool:

@@ -7,7 +7,8 @@ import numpy as np
 from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.fleet import Rows
 
-MOST = 48
+MOST = 64
+RATES = 16  # of a group at most
 EASIER = {
     "prompt_tokens": np.floor,
     "output_tokens": np.floor,
@@ -18,7 +19,7 @@ EASIER = {
     "tpot_slo_ms": np.ceil,
 }
 """Columns that classes round, each to what is easier to serve."""
-RATIOS = (1.0, 1.1, 1.3, 2.0, 8.0, 1e9)
+RATIOS = (1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0, 8.0, 1e9)
 
 
 def classes(demand: Demand, most: int = MOST) -> tuple[Demand, Rows]:
@@ -31,9 +32,9 @@ def classes(demand: Demand, most: int = MOST) -> tuple[Demand, Rows]:
     columns = np.stack([getattr(demand, name)[rows] for name in EASIER], axis=1)
     for ratio in RATIOS:
         groups, which = np.unique(_rounded(columns, ratio), axis=0, return_inverse=True)
-        if len(groups) <= max(1, most // 4):
+        if len(groups) <= most // 2:
             break
-    each = max(2, most // len(groups))
+    each = max(2, min(RATES, most // len(groups)))
     parts, nearest, classes_before = [], np.zeros(len(demand), dtype=np.intp), 0
     for at, values in enumerate(groups):
         members = rows[which.ravel() == at]
@@ -78,6 +79,7 @@ def _on_grid(rate: Floats, count: Floats, most: int) -> tuple[Floats, Floats]:
         return grid, np.array([count.sum()])
     after = np.clip(np.searchsorted(grid, rate), 1, len(grid) - 1)
     share = np.clip((rate - grid[after - 1]) / (grid[after] - grid[after - 1]), 0.0, 1.0)
-    low: Floats = np.bincount(after - 1, weights=count * (1.0 - share), minlength=len(grid))
-    high: Floats = np.bincount(after, weights=count * share, minlength=len(grid))
-    return grid, low + high
+    found = np.zeros(len(grid))
+    np.add.at(found, after - 1, count * (1.0 - share))
+    np.add.at(found, after, count * share)
+    return grid, found

@@ -126,6 +126,17 @@ class Adapters:
         best = verdict.best
         return int(settings[best]), float(verdict.strain[best])
 
+    def least_strains(self, kind: int, loads: Loads) -> Floats:
+        """The strain of each set with its best setting, [sets]. The settings are those for the largest rank of all sets."""
+        able, settings, limits = self._settings(kind, float(loads.extreme("rank").max()))
+        if not len(able):
+            return np.full(len(loads), np.inf)
+        sets, places = np.divmod(np.arange(len(loads) * len(able)), len(able))
+        cases = loads.take(sets)
+        copy_ms = cases.copies[np.arange(len(sets)), able[places]]
+        verdict = judge_sets(cases, settings.take(places), limits.at(places), copy_ms=copy_ms)
+        return np.asarray(verdict.strain.reshape(len(loads), len(able)).min(axis=1))
+
     def _judged(self, kind: int, load: Loads) -> tuple[Rows, Verdict | None]:
         rank = float(load.extreme("rank")[0])
         able, settings, limits = self._settings(kind, rank)

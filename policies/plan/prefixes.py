@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import Adapters, CannotServe, Rows, Worker
@@ -21,14 +22,17 @@ AHEAD = 2
 """How far in the order adapters are looked at, relative to a guess of how many fit."""
 
 SMALLER = 0.7
-"""Where an adapter does not fit, those with this share of its rate are tried next."""
+"""Ratio of the rates of adapters that are tried in the rest of a worker's room."""
+PROBES = 6
+"""How many possibilities are judged at once."""
 
 
 def zigzag(demand: Demand) -> Rows:
     """Rows by rank, descending, then by objective, then by rate in a zigzag."""
     groups = np.stack([-demand.rank, demand.tpot_slo_ms, demand.ttft_slo_ms])
     order = np.lexsort((-demand.rate, *groups[::-1]))
-    edges = np.flatnonzero((np.diff(groups[:, order], axis=1) != 0).any(axis=0)) + 1
+    sorted_groups = groups[:, order]
+    edges = np.flatnonzero((sorted_groups[:, 1:] != sorted_groups[:, :-1]).any(axis=0)) + 1
     return np.concatenate([_zigzag(part) for part in np.split(order, edges)])
 
 
@@ -40,18 +44,20 @@ def _zigzag(rows: Rows) -> Rows:
     return mixed
 
 
-def longest(enough: Callable[[int], bool], end: int, guess: int) -> int:
-    """The largest length up to `end` that is enough, from a guess by doubling and bisection; 0 if 1 is not."""
+def longest(enough: Callable[[Rows], NDArray[np.bool_]], end: int, guess: int) -> int:
+    """The largest length up to `end` that is enough, from a guess on; 0 if 1 is not.
+
+    `enough` judges several lengths at once, and whatever is longer than one that is not enough is not either.
+    """
     low, high = 0, end + 1  # low is enough, high is not
-    length, step = min(max(guess, 1), end), 1
+    lengths = guess + np.array([-4, -1, 0, 1, 2, 6])
     while high - low > 1:
-        if enough(length):
-            low = length
-            length = min(length + step, high - 1) if high > end else (low + high) // 2
-        else:
-            high = length
-            length = max(length - step, low + 1) if low == 0 else (low + high) // 2
-        step *= 2
+        lengths = np.unique(np.clip(lengths, low + 1, high - 1))
+        failed = np.flatnonzero(~enough(lengths))
+        if len(failed):
+            high = int(lengths[failed[0]])
+        low = int(lengths[lengths < high].max(initial=low))
+        lengths = np.linspace(low, high, PROBES + 2).round().astype(np.intp)
     return low
 
 
@@ -84,35 +90,44 @@ def by_prefixes(adapters: Adapters, order: Rows) -> list[Worker]:
 
 
 def fill(adapters: Adapters, kind: int, order: Rows, guess: int) -> Rows:
-    """The longest prefix of an order that a worker can serve, then what else fits of the adapters that follow.
+    """The longest prefix of an order that a worker can serve, then what else fits, the largest rates first.
 
     None if it cannot serve the first one.
     """
     while True:
         window = order[: AHEAD * guess + 8]
-        loads = adapters.loads[kind].take(window)
-        sums = Sums(loads)
+        sums = Sums(adapters.loads[kind].take(window))
         length = longest(partial(_enough, adapters, kind, sums), len(window), guess)
         if length < len(window) or len(window) == len(order):
             break
         guess = length
     if not length:
-        return window[:0]
-    chosen, load = list(range(length)), sums.first(length)
-    rates, too_much = adapters.demand.rate[window], np.inf
-    for at in (length + np.argsort(-rates[length:], kind="stable")).tolist():
-        if rates[at] < too_much:
-            more = load.with_each(loads.take([at]))
-            if adapters.best(kind, more)[1] <= 1.0:
-                chosen.append(at)
-                load = more
-            else:
-                too_much = SMALLER * rates[at]
-    return window[chosen]
+        return order[:0]
+    return np.concatenate([order[:length], _more(adapters, kind, sums.first(np.array([length])), order[length:])])
 
 
-def _enough(adapters: Adapters, kind: int, sums: Sums, count: int) -> bool:
-    return adapters.best(kind, sums.first(count))[1] <= 1.0
+def _more(adapters: Adapters, kind: int, load: Loads, rows: Rows) -> Rows:
+    """Which of the rows fit beside a load, without a larger rank: again and again the one with the largest rate that does."""
+    rate = adapters.demand.rate
+    rows = rows[adapters.demand.rank[rows] <= load.extreme("rank")[0]]
+    rows = rows[np.argsort(-rate[rows], kind="stable")]
+    chosen, most = list[int](), np.inf
+    while len(rows := rows[rate[rows] <= most]):
+        places = np.searchsorted(-rate[rows], -rate[rows[0]] * SMALLER ** np.arange(PROBES))
+        tried = rows[np.unique(places[places < len(rows)])]
+        fits = np.flatnonzero(adapters.least_strains(kind, load.with_each(adapters.loads[kind].take(tried))) <= 1.0)
+        if not len(fits):
+            most = float(rate[tried[-1]]) * SMALLER
+            continue
+        row = int(tried[fits[0]])
+        chosen.append(row)
+        load = load.with_each(adapters.loads[kind].take([row]))
+        rows, most = rows[rows != row], float(rate[row])
+    return np.array(chosen, dtype=np.intp)
+
+
+def _enough(adapters: Adapters, kind: int, sums: Sums, counts: Rows) -> NDArray[np.bool_]:
+    return adapters.least_strains(kind, sums.first(counts)) <= 1.0
 
 
 class Sums:
@@ -125,9 +140,9 @@ class Sums:
         )
         self._extremes = np.maximum.accumulate(loads.extremes, axis=0)
 
-    def first(self, count: int) -> Loads:
-        """The union of the first `count` sets, which is at least 1."""
-        at = slice(count - 1, count)
+    def first(self, counts: Rows) -> Loads:
+        """The unions of the first so many sets, which are at least 1."""
+        at = counts - 1
         return replace(
             self._loads, totals=self._totals[at], curves=self._curves[at], copies=self._copies[at], extremes=self._extremes[at]
         )

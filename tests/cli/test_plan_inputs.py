@@ -20,7 +20,20 @@ def test_a_worker_is_a_profile_or_a_published_calibration(tmp_path: Path) -> Non
     assert (native.kind.name, native.cost, native.most) == ("a10", 0.6, 8)
     vllm = offer("vllm:llama-3.1-8b@h100")
     assert isinstance(vllm.kind, VllmKind)
-    assert (vllm.cost, vllm.most) == (1.0, None)
+    assert (vllm.cost, vllm.most, vllm.kind.seats) == (1.0, None, 256)
+
+
+def test_a_published_calibration_may_have_other_seats_and_is_named_so() -> None:
+    """Two kinds with different seats can compete, and a plan that is checked later finds the right one."""
+    few = offer("vllm:llama-3.1-8b@h100,seats=32,cost=2")
+    assert isinstance(few.kind, VllmKind)
+    assert (few.kind.seats, few.kind.name, few.cost) == (32, "vllm:llama-3.1-8b@h100,seats=32", 2.0)
+
+
+def test_the_seats_of_a_native_worker_are_those_of_its_profile(tmp_path: Path) -> None:
+    write_profile(tmp_path / "a10.json", a10_llama2_7b())
+    with pytest.raises(click.UsageError, match="seats is for vllm: workers; a profile has its own"):
+        offer(f"{tmp_path / 'a10.json'},seats=8")
 
 
 @pytest.mark.parametrize(
@@ -28,11 +41,14 @@ def test_a_worker_is_a_profile_or_a_published_calibration(tmp_path: Path) -> Non
     [
         ("nowhere.json", "there is no such file"),
         ("vllm:gpt@h100", "no published calibration is named 'gpt@h100'; there are llama-3.1-8b@h100"),
-        ("vllm:llama-3.1-8b@h100,price=3", "'price=3' is none of cost=, most="),
+        ("vllm:llama-3.1-8b@h100,price=3", "'price=3' is none of cost=, most=, seats="),
         ("vllm:llama-3.1-8b@h100,cost=-1", "cost: -1 is not above 0"),
         ("vllm:llama-3.1-8b@h100,cost=nan", "cost: nan is not above 0"),
         ("vllm:llama-3.1-8b@h100,cost=cheap", "cost: 'cheap' is not a number"),
         ("vllm:llama-3.1-8b@h100,most=2.5", "most: 2.5 is not a whole number"),
+        ("vllm:llama-3.1-8b@h100,most=0", "most: 0 is not above 0"),
+        ("vllm:llama-3.1-8b@h100,seats=0", "seats: 0 is not above 0 and up to 4096"),
+        ("vllm:llama-3.1-8b@h100,seats=1.5", "seats: 1.5 is not a whole number"),
         ("vllm:llama-3.1-8b@h100,cost=1,cost=2", "cost is there twice"),
     ],
 )

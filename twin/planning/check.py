@@ -121,12 +121,18 @@ def check(
     results = [
         _merged([outcomes[key][at] for key, at in places], part.loads) for places, (_, part) in zip(where, workers, strict=True)
     ]
-    for kind in together:
-        mine = [place for place, (other, _) in enumerate(workers) if other == kind]
-        excess = sum(results[place].missed_together for place in mine)
-        for place in mine:
-            results[place] = replace(results[place], missed_together=excess)
-    return results
+    return _shared(results, [kind for kind, _ in workers], together)
+
+
+def _shared(results: Sequence[Result], kinds: Sequence[int], together: Sequence[int]) -> list[Result]:
+    """The results where workers of some kinds miss together what each of them misses."""
+    excess = {
+        kind: sum(result.missed_together for result, of in zip(results, kinds, strict=True) if of == kind) for kind in together
+    }
+    return [
+        replace(result, missed_together=excess.get(kind, result.missed_together))
+        for result, kind in zip(results, kinds, strict=True)
+    ]
 
 
 def _key(loads: Loads) -> bytes:

@@ -16,7 +16,7 @@ from motet.policies.plan.native import native_settings, token_bytes
 from motet.policies.plan.native_steps import LinearSteps, MeasuredSteps
 from motet.policies.times.perf_model import MIB
 from motet.twin.cluster import BusDelays, Cluster
-from motet.twin.metrics import NEVER, Latencies, Metrics
+from motet.twin.metrics import NEVER, Latencies
 from motet.twin.planning.loads import Loads
 from motet.twin.profile import TwinProfile
 from motet.twin.scheduler import SchedulerSpec
@@ -174,10 +174,20 @@ class NativeKind:
 
     def simulate(self, parts: Sequence[Part], *, seed: int, warm_s: float, duration_s: float) -> list[Outcome]:
         """See `Kind`. Motet's schedulers decide; each worker starts with the adapters of its part."""
+        place_of = {name: place for place, name in enumerate(joined([part.loads for part in parts]).names)}
+        seen = self.seen(parts, seed=seed, warm_s=warm_s, duration_s=duration_s)
+        return [seen.outcome([place_of[name] for name in part.loads.names]) for part in parts]
+
+    def requests(self, parts: Sequence[Part], *, seed: int, duration_s: float) -> Workload:
+        """The requests of all parts, drawn anew. Their adapters are those of the `joined` parts."""
         everything = joined([part.loads for part in parts])
-        place_of = {name: place for place, name in enumerate(everything.names)}
+        return everything.workload(np.random.default_rng(seed), duration_s, most_tokens=self.profile.limits.max_model_len)
+
+    def seen(self, parts: Sequence[Part], *, seed: int, warm_s: float, duration_s: float) -> Seen:
+        """What happens to the `requests` of all parts."""
+        everything = joined([part.loads for part in parts])
+        work = self.requests(parts, seed=seed, duration_s=duration_s)
         most = max(len(part.loads) for part in parts)
-        work = everything.workload(np.random.default_rng(seed), duration_s, most_tokens=self.profile.limits.max_model_len)
         hops = self.profile.hops
         cluster = Cluster(
             work,
@@ -186,13 +196,15 @@ class NativeKind:
             bus=BusDelays(assign_ms=hops.assign_ms, stream_ms=hops.frame_ms),
             seed=seed,
         )
+        digests = {name: adapter.digest for name, adapter in zip(everything.names, work.adapters, strict=True)}
         for worker, part in zip(cluster.workers, parts, strict=True):
             busiest = np.argsort(-part.loads.rate, kind="stable").tolist()
-            names = [part.loads.names[row] for row in busiest if part.loads.rank[row]]
-            worker.preload(work.adapters[place_of[name]].digest for name in names)
+            worker.preload(digests[part.loads.names[row]] for row in busiest if part.loads.rank[row])
         cluster.run(until_s=duration_s + DRAIN_S)
-        seen = _Seen.by(work, cluster.metrics, everything, warm_s)
-        return [seen.outcome([place_of[name] for name in part.loads.names]) for part in parts]
+        times = Latencies.of(work, cluster.metrics)
+        ttft_ms, tpot_ms = np.full((2, len(work)), np.nan)
+        ttft_ms[times.rows], tpot_ms[times.rows] = times.ttft_ms, times.tpot_ms
+        return Seen.of(work, everything, warm_s, done=cluster.metrics.end_ps != NEVER, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
 
     def worker(self, setting: int, adapters: int) -> WorkerSpec:
         """The worker of the profile as its `flags` start it."""
@@ -252,8 +264,8 @@ def joined(parts: Sequence[Loads]) -> Loads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """What happened to each request of a simulated cluster, [requests]."""
+class Seen:
+    """What happened to each request of a cluster, [requests]."""
 
     adapter: Ints
     counted: NDArray[np.bool_]
@@ -264,13 +276,12 @@ class _Seen:
     in_tpot: NDArray[np.bool_]
 
     @classmethod
-    def by(cls, work: Workload, metrics: Metrics, loads: Loads, warm_s: float) -> _Seen:
-        times = Latencies.of(work, metrics)
-        ttft_ms, tpot_ms = np.full((2, len(work)), np.nan)
-        ttft_ms[times.rows], tpot_ms[times.rows] = times.ttft_ms, times.tpot_ms
+    def of(
+        cls, work: Workload, loads: Loads, warm_s: float, *, done: NDArray[np.bool_], ttft_ms: Floats, tpot_ms: Floats
+    ) -> Seen:
+        """From the times of requests that were drawn from `loads`; those after `warm_s` count."""
         slo = np.zeros(len(work), np.int64) if work.slo is None else work.slo
         goals = np.array([(one.slo.ttft_slo_ms, one.slo.tpot_slo_ms) for one in loads.objectives])[slo].T
-        done = metrics.end_ps != NEVER
         return cls(
             adapter=np.where(work.adapter < 0, int(loads.rank.argmin()), work.adapter),
             counted=work.arrival_s >= warm_s,

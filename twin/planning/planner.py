@@ -233,8 +233,7 @@ def tightened(made: Made, kinds: Sequence[fleet.Kind]) -> list[fleet.Kind]:
     for worker, result in zip(made.workers, made.results, strict=True):
         if result.valid:
             continue
-        kind = found[worker.kind]
-        limits = kind.limits.at(worker.setting)
+        limits = kinds[worker.kind].limits.at(worker.setting)
         if result.missed == "TPOT":
             slo_ms = min(
                 made.loads.objectives[index].slo.tpot_slo_ms for index in made.loads.objective[list(worker.rows)].tolist()
@@ -243,7 +242,7 @@ def tightened(made: Made, kinds: Sequence[fleet.Kind]) -> list[fleet.Kind]:
             lower = Limits(busy=limits.busy, z=limits.z, latency=limits.latency * cut)
         else:
             lower = Limits(busy=min(limits.busy, worker.busy) * MOST_CUT, z=limits.z * MORE_Z, latency=limits.latency)
-        found[worker.kind] = kind.tightened(worker.setting, lower)
+        found[worker.kind] = found[worker.kind].tightened(worker.setting, lower)
     return found
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+PORTS = 28_232  # of a client's machine; Linux has 32768 to 60999
 TIME_WAIT_S = 60.0
 
 
@@ -55,11 +56,11 @@ class ApiServer:
     series_s: float = 12e-6  # per time series of the answer: formatting and compression
     name_s: float = 0.135e-6  # per adapter name in their labels
     slice_requests: int = 128  # requests whose outputs are handled before the streams get their turn
-    ports: int = 28_232  # of the client's machine; Linux has 32768 to 60999
+    ports: int = PORTS
 
-    def serving(self) -> ApiServer:
+    def serving(self, ports: int = sys.maxsize) -> ApiServer:
         """The front end without what belongs to measuring: nobody scrapes it, its tokenizers are loaded, ports do not end."""
-        return replace(self, tokenizer_s=0.0, series_s=0.0, name_s=0.0, ports=sys.maxsize)
+        return replace(self, tokenizer_s=0.0, series_s=0.0, name_s=0.0, ports=ports)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ would flatter a server whose queue grows.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,14 +78,15 @@ def serve(
     *,
     request_s: float = 0.0,
     drain_s: float = DRAIN_S,
+    ports: int = sys.maxsize,
 ) -> Served:
-    """Simulate a server; `request_s` is what its front end adds to a TTFT.
+    """Simulate a server. `request_s`: what its front end adds to a TTFT; `ports`: of its clients, without one a request fails.
 
     Raises ValueError if a request exceeds the KV tokens, or the warm-up the window.
     """
     if not 0 <= warm_s < requests.duration_s:
         raise ValueError(f"a warm-up of {warm_s:g} s leaves nothing of a window of {requests.duration_s:g} s")
-    engine = SimulatedVllm(config, steps, requests, ApiServer(request_s=request_s).serving())
+    engine = SimulatedVllm(config, steps, requests, ApiServer(request_s=request_s).serving(ports))
     engine.advance(warm_s)
     running_s, preemptions, loads = engine.client.running_s, engine.preemptions, engine.loads
     engine.advance(requests.duration_s)

@@ -70,6 +70,11 @@ def test_a_kind_of_which_there_are_too_few_is_not_a_bound_of_the_other() -> None
     assert both == pytest.approx(dear - 2.0, rel=0.02)
 
 
+def test_what_all_allowed_workers_cannot_serve_has_no_bound() -> None:
+    """The command then says that there is no plan."""
+    assert bound(demand_of(np.full(200, 0.7)), [vllm_kind(most=2)]).value == np.inf
+
+
 @given(demands(adapters=200), st.integers(16, 64))
 def test_classes_keep_the_number_and_the_load_of_the_adapters(demand: Demand, most: int) -> None:
     """Rates between two points of the grid become shares of both."""

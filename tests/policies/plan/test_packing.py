@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from motet.policies.plan.capacity import Limits, judge
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import CannotServe, Kind, Packing
+from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packing
+from motet.policies.plan.level import level
 from motet.policies.plan.packing import Procedure, pack, pack_onto
 from motet.policies.plan.prefixes import longest, zigzag
 from tests.policies.plan.support import MIB, demand_of, demands, native_kind, served, vllm_kind
@@ -57,6 +58,13 @@ def test_the_best_packing_costs_no_more_than_each_procedure(demand: Demand) -> N
     assert costs["best"] <= min(costs.values())
 
 
+def test_the_points_of_the_bound_can_save_a_worker() -> None:
+    """The zigzag mixes rates that the bound keeps apart."""
+    rate = np.random.default_rng(0).choice([2.4, 1.2, 0.6, 0.3, 0.15], 100)
+    workers = [len(pack(demand_of(rate, rank=32), [vllm_kind()], procedure=one).workers) for one in PROCEDURES]
+    assert workers == [4, 3, 3]
+
+
 @slow
 @given(demands(adapters=40))
 def test_kinds_together_cost_no_more_than_the_dearest_alone(demand: Demand) -> None:
@@ -79,6 +87,17 @@ def test_an_adapter_too_hot_for_a_worker_becomes_equal_copies_on_different_worke
     assert homes == [(pytest.approx(1.0 / len(homes)), 1)] * len(homes)
     assert served(packing, 3) == pytest.approx(np.ones(3))
     holds(packing, demand, kinds)
+
+
+def test_an_adapter_gets_no_more_copies_than_it_needs_and_no_fewer() -> None:
+    """Without objectives the law is strained in proportion to the load."""
+    kinds = [vllm_kind()]
+    for rate in (20.0, 40.0, 60.0):
+        one = demand_of([rate], slo=False)
+        copies = len(pack(one, kinds).workers)
+        strains = [float(judge(one.faster(1.0 / n), kinds[0].settings).strain.min()) for n in (copies, max(1, copies - 1))]
+        assert strains[0] <= 1.0
+        assert copies == 1 or strains[1] > 1.0
 
 
 def test_adapters_without_requests_are_placed_too() -> None:
@@ -134,6 +153,15 @@ def test_workers_are_strained_alike() -> None:
     assert max(strains) - min(strains) < 0.1
 
 
+def test_levelling_moves_adapters_from_a_full_worker_to_an_empty_one() -> None:
+    """Two workers with 50 and 5 of 55 equal adapters."""
+    adapters = Adapters(demand_of(np.full(55, 0.5)), [vllm_kind()])
+    workers = [adapters.worker(0, range(50)), adapters.worker(0, range(50, 55))]
+    level(adapters, workers, 20)
+    assert sorted(row for worker in workers for row in worker.rows) == list(range(55))
+    assert abs(workers[0].strain - workers[1].strain) < 0.1
+
+
 def test_more_workers_than_needed_are_all_used_and_less_strained() -> None:
     """The objective "latency"."""
     demand = demand_of(np.full(70, 0.8))
@@ -161,12 +189,14 @@ def test_a_zigzag_goes_by_rank_then_high_and_low_rates_in_turn() -> None:
     """Section 7 of the paper: PRIORITYSORTING."""
     demand = demand_of([1.0, 5.0, 3.0, 4.0, 2.0, 9.0], rank=[8, 8, 8, 8, 8, 16])
     assert zigzag(demand).tolist() == [5, 1, 0, 3, 4, 2]
+    without = replace(demand, tpot_slo_ms=np.full(6, np.inf), ttft_slo_ms=np.full(6, np.inf))
+    assert zigzag(without).tolist() == [5, 1, 0, 3, 4, 2]
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 60))
 def test_the_longest_length_is_found_from_any_guess(enough: int, end: int, guess: int) -> None:
     """Doubling and bisection."""
-    assert longest(lambda length: length <= enough, end, guess) == min(enough, end)
+    assert longest(lambda lengths: lengths <= enough, end, guess) == min(enough, end)
 
 
 def test_bytes_of_adapters_bind_native_workers() -> None:

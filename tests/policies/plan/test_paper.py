@@ -29,7 +29,7 @@ def placed(demand: Demand, kind: Kind, predict: Predict) -> list[tuple[int, floa
 
 
 def test_a_gpu_is_filled_to_the_last_testing_point_that_it_passes() -> None:
-    """40 adapters, 20 to a GPU: tests at 8 and 16 pass, at 32 fails; 16 go back. The second GPU does the same, the rest is 8."""
+    """40 adapters, 20 to a GPU: tests at 8 and 16 pass, that at 32 fails. The second GPU does the same; 8 are left."""
     kind = vllm_kind()
     assert placed(demand_of(np.full(40, 0.1)), kind, at_most(kind, 20)) == [(16, 16), (16, 16), (8, 8)]
 
@@ -40,6 +40,17 @@ def test_the_last_test_raises_a_max_until_nothing_starves() -> None:
     assert placed(demand_of(np.full(12, 0.1)), kind, at_most(kind, 20)) == [(12, 16)]
 
 
+def test_the_last_test_goes_on_to_larger_a_max() -> None:
+    """The paper's looks one step further only: 4 adapters that need three slots each are served with 16."""
+    kind = vllm_kind()
+
+    def three_slots_each(demand: Demand, settings: Rows) -> tuple[Floats, Flags]:
+        slots = kind.settings.slots[settings]
+        return 1000.0 - slots, 3 * len(demand) > slots
+
+    assert placed(demand_of(np.full(4, 0.1)), kind, three_slots_each) == [(4, 16)]
+
+
 def test_of_two_a_max_the_faster_one_counts_that_does_not_starve() -> None:
     """At 8 adapters, 8 slots are faster and do not starve; at 16 adapters 8 slots would be faster, but starve."""
     kind = vllm_kind()
@@ -48,13 +59,13 @@ def test_of_two_a_max_the_faster_one_counts_that_does_not_starve() -> None:
 
 
 def test_adapters_that_fail_go_back_in_their_order() -> None:
-    """Two GPUs of 8 and 4; each has adapters that follow one another in the zigzag by rate."""
+    """16 slow ones of rank 32 pass; with the next 16 the rate is too large. The second GPU keeps the first 8 of these."""
     kind = vllm_kind()
-    rate = np.arange(12.0) + 1.0
-    packing = greedy(demand_of(rate), kind, at_most(kind, 8))
-    assert [sorted(rate[list(one.rows)].tolist()) for one in packing.workers] == [
-        [1.0, 2.0, 3.0, 4.0, 9.0, 10.0, 11.0, 12.0],
-        [5.0, 6.0, 7.0, 8.0],
+    rate = np.concatenate([np.full(16, 0.1), 1.0 + 0.01 * np.arange(16)])
+    packing = greedy(demand_of(rate, rank=np.repeat([32, 8], 16)), kind, at_most(kind, 64, rate=10.0))
+    assert [one.rows for one in packing.workers[1:]] == [
+        (16, 17, 18, 19, 28, 29, 30, 31),
+        (20, 21, 22, 23, 24, 25, 26, 27),
     ]
 
 

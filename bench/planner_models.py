@@ -1,0 +1,344 @@
+"""The planner's models beside published vLLM runs: who knows what a worker serves, and whether it starves.
+
+    python -m bench planner_models --runs DIR [--samples build/planner_samples.csv] [--search] [--write FILE] [--quick]
+
+All models are trained on simulated runs (`bench planner_samples`), with hyperparameters that were chosen on them: `--search`,
+whose outcome is `train.CHOSEN`. Measured runs are test data only. SMAPE is the paper's, mean |p - m| / (p + m), half of the
+usual. F1 is its macro average over starved and not. The boundary has the runs whose load is .7 to 1.4 of the capacity by
+the law: elsewhere "load above capacity" already answers. The twin, which simulates each run, is the ceiling of what can be
+learned from it. Without `--runs`, the test runs are simulated ones that were held back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.metrics import f1_score
+
+from bench import report
+from bench.planner_samples import OUT, spawn
+from bench.watch import Watch
+from motet.policies.plan.surrogate import Trees
+from motet.shared.json_files import FileError
+from motet.twin.surrogate import train
+from motet.twin.surrogate.models import ATTAINED, OurModels, PaperModels, not_simulated, our_models, paper_models
+from motet.twin.surrogate.samples import draw, from_cells, simulate
+from motet.twin.surrogate.table import STARVED_BELOW, Table, from_measured, from_samples
+from motet.twin.vllm.calibrate import calibrate
+from motet.twin.vllm.published import MODELS, fitted, published
+from motet.twin.vllm.runs import Measured, Run, predict, read_runs
+from motet.twin.vllm.tables import rows
+
+PURPOSES = ("ml-test", "dt-validation")  # the first is the paper's test set
+FAMILIES = ("rf", "svm", "knn", "small_tree")
+BOUNDARY = (0.7, 1.4)
+QUICK_RUNS, QUICK_S, QUICK_WARM_S = 96, 240.0, 60.0
+SEARCHED_RUNS = 300  # of each model: the time of a search grows with them, its outcome hardly
+FREE_RUNS, QUICK_FREE_RUNS = 3000, 200  # that are drawn for the small trees and not simulated
+BATCH = 4096
+SHORT = {name: name.split("-")[0].rstrip("0123456789.") for name in MODELS}  # llama, qwen
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this bench alone."""
+    parser.add_argument(
+        "--runs", type=Path, help="folder with measured runs and calibration tables; without it, held back samples"
+    )
+    options(parser)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those that `bench planner` has, too."""
+    parser.add_argument("--samples", type=Path, default=OUT, help=f"simulated runs to train on (default: {OUT})")
+    parser.add_argument("--search", action="store_true", help="choose hyperparameters anew, print them, and end")
+    parser.add_argument("--write", type=Path, help="write the small trees and our models, as JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What models are trained on, and what they are tested on, by purpose."""
+
+    train: Table
+    tests: dict[str, Table]
+    measured: dict[str, list[tuple[Run, Measured]]]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as `figures`."""
+    return figures(args)
+
+
+def figures(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, test, print the tables, return the figures."""
+    try:
+        data = _data(args)
+    except (FileError, FileNotFoundError) as error:
+        raise SystemExit(f"planner_models: {error}") from None
+    if args.search:
+        return _search(data.train, args.watch)
+    began_s = time.monotonic()
+    models = {
+        name: paper_models(
+            data.train.where(data.train.paper & (data.train.profile == name)),
+            not_simulated(name, QUICK_FREE_RUNS if args.quick else FREE_RUNS),
+            train.CHOSEN[name],
+        )
+        for name in MODELS
+    }
+    ours = our_models(data.train)
+    took_s = time.monotonic() - began_s
+    print(f"trained on {len(data.train)} runs ({int(data.train.paper.sum())} with the paper's lengths) in {took_s:.0f} s")
+    if args.write:
+        args.write.write_bytes(msgspec.json.encode(_kept(models, ours)) + b"\n")
+    answers = {purpose: _answers(table, models, ours) for purpose, table in data.tests.items()}
+    found = _accuracy(data, answers) | _speed(models) | _rules(models) | _ceiling(data, answers, args)
+    if args.runs is not None:
+        found["published_is_fresh"] = fitted(args.runs) == {name: published(name) for name in MODELS}
+    numbers = found | _held_out(data.train) | {"trained_on": len(data.train)}
+    return {name: None if number != number else number for name, number in numbers.items()}  # no run, no figure
+
+
+# ---- data
+
+
+def _data(args: argparse.Namespace) -> Data:
+    learned = (
+        _quick_samples()
+        if args.quick
+        else from_samples(from_cells(row) for row in rows(args.samples.parent, args.samples.stem))
+    )
+    if args.runs is None:
+        held = _held_back(learned)
+        return Data(learned.where(~held), {"held back": learned.where(held)}, {})
+    measured = {purpose: read_runs(args.runs, purpose) for purpose in PURPOSES}
+    return Data(learned, {purpose: from_measured(runs) for purpose, runs in measured.items()}, measured)
+
+
+def _held_back(table: Table) -> NDArray[np.bool_]:
+    """A quarter of the runs, by chance."""
+    return np.random.default_rng(0).permutation(len(table)) % 4 == 0
+
+
+def _quick_samples() -> Table:
+    """A few short runs."""
+    runs = [replace(one, duration_s=QUICK_S, warm_s=QUICK_WARM_S) for one in draw(QUICK_RUNS)]
+    return from_samples((one, simulate(one)) for one in runs)
+
+
+def _search(table: Table, watch: Watch) -> dict[str, Any]:
+    """Choose the points of all grids by cross-validation on simulated runs, and print them as `train.CHOSEN` has them."""
+    chosen: dict[str, Any] = {name: {"throughput": {}, "starvation": {}} for name in MODELS}
+    wanted = [(name, family, task) for family in train.STARVATION for name in MODELS for task in ("starvation", "throughput")]
+    for number in watch.rounds(len(wanted), "searches"):
+        name, family, task = wanted[number]
+        of = table.where(table.paper & (table.profile == name))
+        of = of.where(np.arange(len(of)) < SEARCHED_RUNS)
+        throughput = task == "throughput"
+        point, score = train.search(
+            (train.THROUGHPUT if throughput else train.STARVATION)[family],
+            of.paper_features,
+            of.tok_s if throughput else of.starved,
+            scoring="r2" if throughput else "f1_macro",
+            trees=family == "rf",
+        )
+        chosen[name][task][family] = point
+        print(f"{name} {task} {family}: {point}, {'R2' if throughput else 'F1'} {score:.3f}", flush=True)
+    return {"chosen": chosen}
+
+
+def _kept(models: dict[str, PaperModels], ours: OurModels) -> dict[str, Trees]:
+    kept = {"served": ours.served, "ttft": ours.ttft, "attained": ours.attained}
+    for name, of in models.items():
+        kept |= {f"{name} throughput": of.small_throughput, f"{name} starvation": of.small_starvation}
+    return kept
+
+
+# ---- accuracy
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What everybody says of the runs of a table: by name, throughput and whether they starve. Columns [runs]."""
+
+    tok_s: dict[str, NDArray[np.float64]]
+    starved: dict[str, NDArray[np.bool_]]
+
+
+def _answers(table: Table, models: dict[str, PaperModels], ours: OurModels) -> Answers:
+    tok_s = {"law": table.law_tok_s, "ours": ours.tok_s(table)}
+    starved = {"load > capacity": table.busy > 1.0, "law": table.law_starved, "ours": ours.starved(table)}
+    for family in FAMILIES:
+        tok_s[family], starved[family] = np.full(len(table), np.nan), np.zeros(len(table), bool)
+    for name, of in models.items():
+        mine = np.flatnonzero(table.profile == name)
+        for family in FAMILIES if len(mine) else ():
+            tok_s[family][mine] = of.tok_s(family, table.paper_features[mine])
+            starved[family][mine] = of.starved(family, table.paper_features[mine])
+    return Answers(tok_s, starved)
+
+
+def _accuracy(data: Data, answers: dict[str, Answers]) -> dict[str, Any]:
+    """Tables and figures of throughput and starvation."""
+    figures: dict[str, Any] = {}
+    lines, near_lines = [], []
+    for name in MODELS:
+        for purpose, table in data.tests.items():
+            for label, chosen in (("all", table.profile == name), ("unflagged", (table.profile == name) & ~table.flagged)):
+                said = answers[purpose]
+                f1 = {who: macro_f1(table.starved[chosen], found[chosen]) for who, found in said.starved.items()}
+                error = {who: smape(found[chosen], table.tok_s[chosen]) for who, found in said.tok_s.items()}
+                counts = [int(chosen.sum()), int(table.starved[chosen].sum())]
+                lines += [[f"{SHORT[name]} {purpose} {label}", *counts, *f1.values()]]
+                near_lines += [[f"{SHORT[name]} {purpose} {label}", *counts, *error.values()]]
+                if label == "all" and purpose == next(iter(data.tests)):
+                    figures |= {f"f1_{who}_{SHORT[name]}": round(one, 3) for who, one in f1.items() if " " not in who}
+                    figures |= {f"smape_{who}_{SHORT[name]}": round(one, 2) for who, one in error.items()}
+    first = next(iter(answers.values()))
+    print(report.table("F1 of starvation (macro)", ["", "runs", "starved", *first.starved], lines))
+    print(
+        report.table("SMAPE of throughput, percent, the paper's definition", ["", "runs", "starved", *first.tok_s], near_lines)
+    )
+    return figures
+
+
+def smape(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
+    """The paper's, in percent."""
+    return float(np.mean(np.abs(predicted - measured) / (predicted + measured))) * 100 if len(measured) else float("nan")
+
+
+def macro_f1(true: NDArray[np.bool_], said: NDArray[np.bool_]) -> float:
+    """The mean of the F1 of starved and of not starved."""
+    return float(f1_score(true, said, average="macro", zero_division=0.0)) if len(true) else float("nan")
+
+
+def near(table: Table) -> NDArray[np.bool_]:
+    """The runs at the boundary."""
+    return (table.busy > BOUNDARY[0]) & (table.busy < BOUNDARY[1])
+
+
+def _held_out(table: Table) -> dict[str, Any]:
+    """Objectives and the P99 of TTFT, for any lengths: open runs that were held back from training.
+
+    The measured runs do not say how many requests met an objective, and their TTFT has the front end's scrapes in it.
+    """
+    held = _held_back(table)
+    test = table.where(held & ~table.paper)
+    ours = our_models(table.where(~held))
+    met = test.attained_share >= ATTAINED
+    f1 = {"law": macro_f1(met, test.law_attained), "ours": macro_f1(met, ours.attains(test))}
+    ratio = {"law": test.law_ttft_ms / test.ttft_p99_ms, "ours": ours.ttft_p99_ms(test) / test.ttft_p99_ms}
+    within = {who: float(np.mean((one > 0.5) & (one < 2.0))) for who, one in ratio.items()}
+    lines = [[who, len(test), int(met.sum()), f1[who], within[who]] for who in f1]
+    columns = ["", "runs", "met", "F1 of objectives", "P99 of TTFT within 2 x"]
+    print(report.table("simulated runs of any lengths, held back", columns, lines))
+    return {f"f1_objectives_{who}": round(one, 3) for who, one in f1.items()} | {
+        f"ttft_within_2x_{who}": round(one, 3) for who, one in within.items()
+    }
+
+
+# ---- the boundary
+
+
+def _ceiling(data: Data, answers: dict[str, Answers], args: argparse.Namespace) -> dict[str, Any]:
+    """F1 at the boundary, of all test sets together. The twin simulates these runs, as long as there is time."""
+    twin = _twin_starved(data, args) if data.measured else {}
+    figures: dict[str, Any] = {}
+    lines = []
+    for name in MODELS:
+        for label in ("all", "unflagged"):
+            chosen = {
+                purpose: near(table) & (table.profile == name) & ~(table.flagged & (label == "unflagged"))
+                for purpose, table in data.tests.items()
+            }
+            true = np.concatenate([table.starved[chosen[purpose]] for purpose, table in data.tests.items()])
+            f1 = {
+                who: macro_f1(true, np.concatenate([answers[purpose].starved[who][chosen[purpose]] for purpose in data.tests]))
+                for who in next(iter(answers.values())).starved
+            }
+            if twin:
+                f1["twin"] = macro_f1(true, np.concatenate([twin[purpose][chosen[purpose]] for purpose in data.tests]))
+            lines.append([f"{SHORT[name]} {label}", len(true), int(true.sum()), *f1.values()])
+            if label == "all":
+                figures |= {f"f1_boundary_{who}_{SHORT[name]}": round(one, 3) for who, one in f1.items() if " " not in who}
+    columns = ["", "runs", "starved", *next(iter(answers.values())).starved, *(["twin"] if twin else [])]
+    print(report.table("F1 of starvation at the boundary (macro), all test sets together", columns, lines))
+    return figures
+
+
+def _twin_starved(data: Data, args: argparse.Namespace) -> dict[str, NDArray[np.bool_]]:
+    """Whether the twin starves, of the runs at the boundary; empty if there was no time for all of them."""
+    calibrations = calibrate(args.runs)
+    wanted = [(purpose, int(i)) for purpose, table in data.tests.items() for i in np.flatnonzero(near(table))]
+    found = {purpose: np.zeros(len(table), bool) for purpose, table in data.tests.items()}
+    done: set[int] = set()
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, spawn) as pool:
+        for first in args.watch.rounds(-(-len(wanted) // cores), "groups of boundary runs in the twin"):
+            some = wanted[first * cores : (first + 1) * cores]
+            runs = [data.measured[purpose][i][0] for purpose, i in some]
+            outcomes = pool.map(predict, runs, [calibrations[run.model] for run in runs])
+            for (purpose, i), outcome in zip(some, outcomes, strict=True):
+                found[purpose][i] = outcome.total_tok_s < STARVED_BELOW * data.tests[purpose].asked_tok_s[i]
+            done.add(first)
+    return found if len(done) * cores >= len(wanted) else {}
+
+
+# ---- speed and rules
+
+
+def _speed(models: dict[str, PaperModels]) -> dict[str, Any]:
+    """Time of a prediction in a batch, on rows that differ."""
+    rng = np.random.default_rng(0)
+    x = np.column_stack([rng.uniform(0, top, BATCH) for top in (400, 600, 1.6, 32, 32, 12, 400)])
+    of = models[next(iter(models))]
+    askers: dict[str, Callable[[], Any]] = {
+        "small tree, flat arrays": lambda: of.small_starvation.predict(x),
+        "small tree of throughput, flat arrays": lambda: of.small_throughput.predict(x),
+        "random forest, flat arrays": lambda: forest.predict(x),
+        "random forest, scikit-learn": lambda: of.throughput["rf"].predict(x),
+        "SVM, scikit-learn": lambda: of.throughput["svm"].predict(x),
+        "nearest neighbour, scikit-learn": lambda: of.throughput["knn"].predict(x),
+    }
+    forest = train.trees(of.throughput["rf"], "tokens/s", of.small_throughput.features)
+    times_us = {who: _best_us(ask) / BATCH for who, ask in askers.items()}
+    print(
+        report.table(
+            f"microseconds a prediction, batches of {BATCH}", ["", "us"], [[who, one] for who, one in times_us.items()]
+        )
+    )
+    small = [one for who, one in times_us.items() if who.startswith("small")]
+    return {
+        "us_per_prediction": round(max(small), 3),
+        "us_per_prediction_forest": round(times_us["random forest, flat arrays"], 2),
+    }
+
+
+def _best_us(ask: Callable[[], Any], repeats: int = 7) -> float:
+    times = []
+    for _ in range(repeats):
+        began_s = time.perf_counter()
+        ask()
+        times.append(time.perf_counter() - began_s)
+    return min(times) * 1e6
+
+
+def _rules(models: dict[str, PaperModels]) -> dict[str, Any]:
+    """The rules of the small trees, as an operator reads them."""
+    figures = {}
+    for name, of in models.items():
+        for task, tree in (("throughput", of.small_throughput), ("starvation", of.small_starvation)):
+            found = list(tree.rules())
+            lines: Sequence[Sequence[object]] = [[", ".join(conditions), value] for conditions, value in found]
+            print(report.table(f"{SHORT[name]}, rules of {task}: {tree.target}", ["if", "then"], lines))
+            figures[f"rules_{task}_{SHORT[name]}"] = len(found)
+    return figures
