@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from motet.kernels.to_device import fetch
 from motet.kernels.types import DrawRules
 
 CANDIDATES = 128  # largest values looked at for top_p, then so many times more, until they are enough
@@ -84,7 +85,7 @@ class PlainDraws:
             scaled /= self._temperature
         p = torch.softmax(scaled, dim=-1)
         filter_probabilities(p, self._min_p, self._top_k, self._top_p)
-        return invert_cdf(p, _on(logits, noise)).cpu().numpy()
+        return fetch(invert_cdf(p, _on(logits, noise)))
 
 
 def argmax(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -94,7 +95,7 @@ def argmax(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         ids = values.argmax(axis=1)
         return ids, values[np.arange(len(ids)), ids]
     best, ids_on_device = logits.max(dim=-1)
-    return ids_on_device.cpu().numpy(), best.cpu().numpy()
+    return fetch(ids_on_device), fetch(best)
 
 
 def filter_probabilities(p: Tensor, min_p: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> None:

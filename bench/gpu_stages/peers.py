@@ -32,8 +32,7 @@ from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import adapter_bytes, projections
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.triton import LoraBatch, add_lora, start_lora
-from motet.kernels.triton.batch import DECODE
-from motet.kernels.triton.lora import LaunchPlan
+from motet.kernels.triton.lora import LARGE, LaunchPlan
 
 POOL_BYTES = 12 << 30  # 32 adapters of rank 64, or 64 of mixed ranks, on all modules of all layers
 LOADS = [(32, 32, "mixed"), (256, 32, "mixed"), (256, 1, "64"), (8, 8, "mixed"), (1, 1, "64"), (64, 64, "mixed")]
@@ -147,7 +146,7 @@ def _motet(pool: LoraPool, row_slot: np.ndarray) -> Ways:
     while it reads. With many rows of an adapter, the plan for prefills too.
     """
     plans: list[LaunchPlan] = ["decode"]
-    if np.bincount(row_slot).max() > DECODE.rows:
+    if np.bincount(row_slot).max() > LARGE.tile.some:
         plans.append("prefill")
     batches = {plan: LoraBatch.build(pool, row_slot, plan) for plan in plans}
     return {

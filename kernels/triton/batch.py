@@ -3,13 +3,15 @@
     rows      row numbers, those of one adapter together; rows of the base alone are absent. A row's place in this list is
               its position
     adapted   1 for every row of the step that has an adapter, else 0
-    groups    [first position, rows]: at most M rows of one adapter, so that A and B are read once for all of them
-    segments  [first item, items, first position, rows] of every (group, projection); no items where the adapter lacks it
-    items     blocks of R ranks of a segment: [projection, first position, rows, which block], and in `item_pages` the arena
-              lines of its R / 8 pages (-1 beyond the rank)
-    tiles     [segment, which tile]: the columns of B in tiles, which are wide for few rows
-    header    [items, tiles], on the device: a captured graph finds a new batch's counts there
+    groups    [first position, rows]: rows of one adapter, for which A and B are read once. More than M rows are divided evenly
+    pages     the arena lines of the pages of every segment, which is a (group, projection)
+    items     blocks of ranks of a segment: [projection, first position, rows, first page, pages, first rank, segment, items]
+    tiles     columns of B of a segment: [projection, first position, rows, first page, pages, first column, segment, tiles]
     scales    [layer, segment]
+
+Items and tiles are lines of 32 bytes, so that a program knows after one load what it works on and how many lines there are: a
+captured graph finds a new batch's counts there. Lines without work are 0. Segments with the longest tiles come first, so that
+no long tile is begun when the others are done.
 
 `work_list` is pure numpy; `PackedBatch` lays the arrays of all four projection groups into one buffer and sends it in one
 copy. A buffer made for a number of rows takes every batch of up to that many, at the same addresses.
@@ -25,24 +27,30 @@ import torch
 from motet.kernels.pool import GROUPS, MODULES, PAGE_RANKS, LoraPool
 
 SECTION_BYTES = 64  # sections begin at multiples of this
+LINE = 8  # numbers of an item or a tile
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one work item covers: `rows` of a group, `ranks` of a block, and `columns` of B.
+    """What one item and one tile cover, by the number of rows in the group.
 
-    Groups of up to `few` rows are multiplied row by row, with `wide` columns of B.
+    A group of up to `few` rows is multiplied row by row, in items of `few_ranks` ranks of A and tiles of `wide` columns of B.
+    A larger one is multiplied in one product of `rows` rows, in items of `ranks` and tiles of `columns`. In a tile that product
+    has `some` rows where this is enough.
     """
 
     rows: int
+    some: int
     ranks: int
     columns: int
     few: int = 0
+    few_ranks: int = 0
     wide: int = 0
 
-
-DECODE = Tile(rows=16, ranks=16, columns=256, few=3, wide=1024)
-PREFILL = Tile(rows=64, ranks=64, columns=128)
+    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ranks of a block and columns of a tile, int [n], for groups of `rows` rows, int [n]."""
+        few = rows <= self.few
+        return np.where(few, self.few_ranks, self.ranks), np.where(few, self.wide, self.columns)
 
 
 def split_k_for(items: int, multiprocessors: int) -> int:
@@ -52,14 +60,12 @@ def split_k_for(items: int, multiprocessors: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:
-    """The arrays of one projection group ("qkv", ..); S projections, L layers, G row groups, n items."""
+    """The arrays of one projection group ("qkv", ..); L layers, N segments, n items, t tiles."""
 
-    header: np.ndarray  # int32 [2]
-    segments: np.ndarray  # int32 [G * S, 4]
-    items: np.ndarray  # int32 [n, 4]
-    tiles: np.ndarray  # int32 [t, 2]
-    item_pages: np.ndarray  # int64 [n, ranks / 8]
-    scales: np.ndarray  # float32 [L, G * S]
+    items: np.ndarray  # int32 [n, LINE]
+    tiles: np.ndarray  # int32 [t, LINE]
+    pages: np.ndarray  # int64
+    scales: np.ndarray  # float32 [L, N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +76,6 @@ class WorkList:
     adapted: np.ndarray  # int32 [rows of the step]
     groups: np.ndarray  # int32 [G, 2], on the host alone
     parts: dict[str, GroupWork]
-
-
-def tile_for(row_slot: np.ndarray) -> Tile:
-    """The tile for a step.
-
-    Large tiles pay when an adapter has enough rows to fill one: its prompt then takes longer than all decodes.
-    """
-    adapted = row_slot[row_slot >= 0]
-    return PREFILL if len(adapted) and np.bincount(adapted).max() > PREFILL.rows else DECODE
 
 
 def work_list(pool: LoraPool, row_slot: np.ndarray, tile: Tile) -> WorkList:
@@ -92,38 +89,48 @@ def work_list(pool: LoraPool, row_slot: np.ndarray, tile: Tile) -> WorkList:
     if len(slots) and (slots[-1] >= len(pool.loaded) or not pool.loaded[slots].all()):
         raise ValueError(f"rows name empty adapter slots: {slots.tolist()} of which some are not loaded")
     per_adapter = -(-counts // tile.rows)
-    adapter = np.repeat(np.arange(len(slots)), per_adapter)
-    within = tile.rows * _counting(per_adapter)
-    groups = np.stack([starts[adapter] + within, np.minimum(counts[adapter] - within, tile.rows)], axis=1).astype(np.int32)
+    adapter, nth = np.repeat(np.arange(len(slots)), per_adapter), _counting(per_adapter)
+    begin, end = (counts[adapter] * at // per_adapter[adapter] for at in (nth, nth + 1))
+    groups = np.stack([starts[adapter] + begin, end - begin], axis=1).astype(np.int32)
     parts = {name: _group_work(pool, slots[adapter], groups, modules, tile) for name, modules in GROUPS.items()}
     return WorkList(rows, (row_slot >= 0).astype(np.int32), groups, parts)
 
 
 def _group_work(pool: LoraPool, slots: np.ndarray, groups: np.ndarray, modules: tuple[str, ...], tile: Tile) -> GroupWork:
     """`slots` [G]: the adapter of each row group."""
+    slot, members = np.repeat(slots, len(modules)), np.repeat(groups, len(modules), axis=0)  # of each segment
+    projection = np.tile(np.arange(len(modules)), len(slots))
     module = np.array([MODULES.index(name) for name in modules])
-    pages_each = tile.ranks // PAGE_RANKS
-    segment_slot, segment_module = np.repeat(slots, len(module)), np.tile(module, len(slots))
-    members = np.repeat(groups, len(module), axis=0)
-    pages = pool.pages[segment_slot, segment_module]
-    blocks = -(-pages // pages_each)
-    item_segment, item_block = np.repeat(np.arange(len(blocks)), blocks), _counting(blocks)
-    page = (pages_each * item_block)[:, None] + np.arange(pages_each)
-    exists = page < pages[item_segment, None]
-    page = np.where(exists, page, 0)
-    lines = pool.table[segment_slot[item_segment, None], segment_module[item_segment, None], page]
-    items = np.column_stack([item_segment % len(module), members[item_segment], item_block])
-    widths = np.array([pool.shapes[name][1] for name in modules])[np.tile(np.arange(len(module)), len(slots))]
-    counts = -(-widths // np.where(members[:, 1] <= tile.few, tile.wide or 1, tile.columns))
-    tiles = np.column_stack([np.repeat(np.arange(len(blocks)), counts), _counting(counts)])
+    longest = np.argsort(-pool.pages[slot, module[projection]] * tile.of(members[:, 1])[1], kind="stable")
+    slot, members, projection = slot[longest], members[longest], projection[longest]
+    module, (ranks, columns) = module[projection], tile.of(members[:, 1])
+    pages = pool.pages[slot, module].astype(np.int64)
+    first_page = np.cumsum(pages) - pages
+
+    segments = np.zeros((len(slot), LINE), dtype=np.int32)
+    segments[:, 0], segments[:, 1:3], segments[:, 3], segments[:, 4] = projection, members, first_page, pages
+    segments[:, 6] = np.arange(len(slot))
+    items, ahead = _divided(segments, pages, ranks // PAGE_RANKS)  # pages before each
+    items[:, 3] += ahead
+    items[:, 4] = np.minimum(items[:, 4] - ahead, ranks[items[:, 6]] // PAGE_RANKS)
+    items[:, 5] = ahead * PAGE_RANKS
+    widths = np.array([pool.shapes[name][1] for name in modules])[projection]
+    tiles, column = _divided(segments, widths, columns)
+    tiles[:, 5] = column
+    items[:, 7], tiles[:, 7] = len(items), len(tiles)
     return GroupWork(
-        header=np.array([len(items), len(tiles)], dtype=np.int32),
-        segments=np.column_stack([np.cumsum(blocks) - blocks, blocks, members]).astype(np.int32),
-        items=items.astype(np.int32),
-        tiles=tiles.astype(np.int32),
-        item_pages=np.where(exists, lines, -1),
-        scales=np.ascontiguousarray(pool.scales[segment_slot, segment_module].T),
+        items=items,
+        tiles=tiles,
+        pages=pool.table[np.repeat(slot, pages), np.repeat(module, pages), _counting(pages)].astype(np.int64),
+        scales=np.ascontiguousarray(pool.scales[slot, module].T),
     )
+
+
+def _divided(segments: np.ndarray, sizes: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The line of each segment once for every piece of it, and where in its size the piece begins."""
+    counts = -(-sizes // steps)
+    of = np.repeat(np.arange(len(segments)), counts)
+    return segments[of], (_counting(counts) * steps[of]).astype(np.int32)
 
 
 def _counting(counts: np.ndarray) -> np.ndarray:
@@ -131,59 +138,59 @@ def _counting(counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _most_tiles(pool: LoraPool, modules: tuple[str, ...], tile: Tile, groups: int) -> int:
-    """An upper bound of the number of tiles."""
-    narrowest = min(tile.columns, tile.wide or tile.columns)
-    return groups * sum(-(-pool.shapes[name][1] // narrowest) for name in modules)
+def _most_work(tile: Tile, rows: int, few: int, many: int) -> int:
+    """An upper bound of the work of `rows` rows, where each has `few` or a group of them `many`."""
+    return max(rows * few if tile.few else 0, -(-rows // (tile.few + 1)) * many)
+
+
+def _most_items(pool: LoraPool, modules: tuple[str, ...], tile: Tile, rows: int) -> int:
+    few, many = (len(modules) * -(-pool.max_rank // (ranks or 1)) for ranks in (tile.few_ranks, tile.ranks))
+    return _most_work(tile, rows, few, many)
+
+
+def _most_tiles(pool: LoraPool, modules: tuple[str, ...], tile: Tile, rows: int) -> int:
+    few, many = (sum(-(-pool.shapes[name][1] // (columns or 1)) for name in modules) for columns in (tile.wide, tile.columns))
+    return _most_work(tile, rows, few, many)
 
 
 @dataclass(slots=True)
 class GroupTensors:
-    """A `GroupWork` on the device, and the number of items for which it has room."""
+    """A `GroupWork` on the device."""
 
-    header: torch.Tensor
-    segments: torch.Tensor
     items: torch.Tensor
     tiles: torch.Tensor
-    item_pages: torch.Tensor
+    pages: torch.Tensor
     scales: torch.Tensor
-    max_items: int
 
 
 class PackedBatch:
     """Device buffers for work lists of one shape, filled by one copy from pinned memory.
 
-    With `max_rows` the buffers take any batch of up to that many rows, with adapters of any rank; without it they have the size
+    With `max_rows` the buffers take any batch of up to that many, with adapters of any rank; without it they have the size
     of `work`.
     """
 
     def __init__(self, pool: LoraPool, work: WorkList, tile: Tile, max_rows: int = 0) -> None:
         device = pool.arena.device
-        max_groups = max_rows or len(work.groups)
-        blocks = -(-pool.max_rank // tile.ranks)
+        most_pages = -(-pool.max_rank // PAGE_RANKS)
         self._sections: list[tuple[slice, torch.dtype, tuple[int, ...]]] = []
         self._bytes = 0
         self.positions = max_rows or len(work.rows)
         self._section((self.positions,), torch.int32)
         self._section((max_rows or len(work.adapted),), torch.int32)
-        limits: dict[str, int] = {}
         for name, modules in GROUPS.items():
-            items = max_rows * len(modules) * blocks or len(work.parts[name].items)
-            segments = max_groups * len(modules)
-            limits[name] = items
-            self._section((2,), torch.int32)
-            self._section((segments, 4), torch.int32)
-            self._section((items, 4), torch.int32)
-            self._section((_most_tiles(pool, modules, tile, max_rows) or len(work.parts[name].tiles), 2), torch.int32)
-            self._section((items, tile.ranks // PAGE_RANKS), torch.int64)
+            part, segments = work.parts[name], (max_rows or len(work.groups)) * len(modules)
+            self._section((_most_items(pool, modules, tile, max_rows) or len(part.items), LINE), torch.int32)
+            self._section((_most_tiles(pool, modules, tile, max_rows) or len(part.tiles), LINE), torch.int32)
+            self._section((max_rows * len(modules) * most_pages or len(part.pages),), torch.int64)
             self._section((pool.layers, segments), torch.float32)
         self._buffer = torch.empty(self._bytes, dtype=torch.uint8, device=device)
         views = [self._buffer[at].view(dtype).view(shape) for at, dtype, shape in self._sections]
         self.rows, self.adapted = views[:2]
         self.parts = {}
-        for i, (name, max_items) in enumerate(limits.items()):
-            header, spans, work_items, tiles, pages, scales = views[2 + 6 * i : 8 + 6 * i]
-            self.parts[name] = GroupTensors(header, spans, work_items, tiles, pages, scales, max_items)
+        for i, name in enumerate(GROUPS):
+            items, tiles, pages, scales = views[2 + 4 * i : 6 + 4 * i]
+            self.parts[name] = GroupTensors(items, tiles, pages, scales)
         self.fill(work)
 
     def fill(self, work: WorkList) -> None:
@@ -191,8 +198,8 @@ class PackedBatch:
         arrays = [work.rows, work.adapted]
         for name in GROUPS:
             part = work.parts[name]
-            arrays += [part.header, part.segments, part.items, part.tiles, part.item_pages, part.scales]
-        host = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)  # the caching allocator's
+            arrays += [part.items, part.tiles, part.pages, part.scales]
+        host = torch.zeros(self._bytes, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)  # the caching allocator's
         raw = host.numpy()
         for array, (at, _, shape) in zip(arrays, self._sections, strict=True):
             section = raw[at].view(array.dtype).reshape(shape)

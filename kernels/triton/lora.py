@@ -2,9 +2,13 @@
 
 Two plans over the same kernels, shrink and expand (kernels/triton/device.py):
 
-    decode     groups of up to 16 rows; both kernels run on a side stream, beside the base model's product, and their result is
-               added by the small operation that reads it next (kernels/pointwise.py)
-    prefill    groups of up to 64 rows: steps with a prompt in them. Shrink runs beside the product, expand adds to its result
+    decode     both kernels run on a side stream, beside the base model's product, and their result is added by the small
+               operation that reads it next (kernels/pointwise.py)
+    prefill    steps with a prompt that fills large groups of rows. Shrink runs beside the product, expand adds to its result
+
+Decode steps of up to SMALL_ROWS rows have constants of their own. In all of them K is divided by its own size alone and its
+parts are added in order, so that the sums of a row whose adapter has few rows do not depend on the other rows of the step.
+Kernels of both kinds of steps must round alike for that, so products are not fused with sums.
 
 The constants are fixed: nothing is tuned while serving. They were chosen on an H200 (bench/results/gpu.md); a test checks
 registers and load widths of the kernels compiled for sm_90 (tests/kernels/test_triton_compiled.py).
@@ -21,17 +25,7 @@ import torch
 import triton
 
 from motet.kernels.pool import GROUPS, LoraPool
-from motet.kernels.triton.batch import (
-    DECODE,
-    PREFILL,
-    GroupTensors,
-    PackedBatch,
-    Tile,
-    WorkList,
-    split_k_for,
-    tile_for,
-    work_list,
-)
+from motet.kernels.triton.batch import GroupTensors, PackedBatch, Tile, WorkList, split_k_for, work_list
 from motet.kernels.triton.device import lora_expand, lora_shrink
 from motet.kernels.triton.launch import INTERPRETED, Kernel
 from motet.kernels.types import Delta
@@ -40,9 +34,9 @@ LaunchPlan = Literal["decode", "prefill"]
 Beside = Literal["shrink", "all"]  # what runs beside the base model's product
 BESIDE: dict[LaunchPlan, Beside] = {"decode": "all", "prefill": "shrink"}
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
-TILES: dict[LaunchPlan, Tile] = {"decode": DECODE, "prefill": PREFILL}
-PLANS = tuple(TILES)
 MOST_SPLITS = 16  # of K in a decode step; h has a plane for each
+FUSED = False  # of two products that are added the compiler would choose one to round, in every kernel another
+ANY_REGISTERS = 255  # as many as a thread can have; left alone, ptxas spills instead where sizes have no promised divisor
 RESERVED_GROUPS = 16  # of rows, which a reserved batch of the prefill plan is divided for: a short prompt beside a few decodes
 
 
@@ -53,29 +47,52 @@ class Launch:
     warps: int
     stages: int
     programs: int
-    block: int  # columns at once for many rows: of K (shrink), of B (expand)
+    block: int = 0  # shrink: columns of K at once for many rows
     wide: int = 0  # shrink: columns of K for few rows
     ranks: int = 0  # expand: at once for many rows
     registers: int | None = None  # of a thread, at most, where 16-bit types are read in pieces of 16 bytes
 
 
-SHRINKS: dict[LaunchPlan, Launch] = {
-    "decode": Launch(block=128, wide=512, warps=4, stages=3, programs=9),
-    "prefill": Launch(block=64, wide=64, warps=4, stages=4, programs=2),
-}
-EXPANDS: dict[LaunchPlan, Launch] = {
-    "decode": Launch(block=128, ranks=64, warps=4, stages=2, programs=8, registers=128),
-    "prefill": Launch(block=64, ranks=64, warps=8, stages=2, programs=2, registers=128),
-}
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What the kernels of a step are compiled for."""
+
+    tile: Tile
+    shrink: Launch
+    expand: Launch
+
+
+SMALL_ROWS = 16
+SMALL = Constants(  # decode steps of up to SMALL_ROWS rows
+    Tile(rows=16, some=16, ranks=32, columns=64, few=3, few_ranks=16, wide=512),
+    Launch(block=128, wide=512, warps=4, stages=3, programs=5, registers=96),
+    Launch(ranks=32, warps=2, stages=2, programs=8, registers=128),
+)
+LARGE = Constants(  # other decode steps
+    Tile(rows=32, some=16, ranks=32, columns=128, few=3, few_ranks=16, wide=1024),
+    Launch(block=128, wide=512, warps=4, stages=3, programs=5, registers=96),
+    Launch(ranks=64, warps=4, stages=2, programs=8, registers=128),
+)
+PREFILL = Constants(
+    Tile(rows=64, some=64, ranks=64, columns=64),
+    Launch(block=64, wide=64, warps=4, stages=4, programs=2),
+    Launch(ranks=64, warps=4, stages=2, programs=4, registers=128),
+)
+PLANS: tuple[LaunchPlan, ...] = ("decode", "prefill")
+
+
+def constants_for(plan: LaunchPlan, rows: int) -> Constants:
+    """The constants of a step of `rows` rows, or of one that is padded to so many."""
+    if plan == "prefill":
+        return PREFILL
+    return SMALL if rows <= SMALL_ROWS else LARGE
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Options:
     """What kernels are compiled for besides the sizes; there is one object for each combination."""
 
-    tile: Tile
-    shrink: Launch
-    expand: Launch
+    constants: Constants
     upcast: bool
     early: bool
 
@@ -127,16 +144,18 @@ class LoraBatch:
     too.
     """
 
-    def __init__(self, pool: LoraPool, work: WorkList, plan: LaunchPlan, max_rows: int) -> None:
-        device = pool.arena.device
+    def __init__(self, pool: LoraPool, work: WorkList, plan: LaunchPlan, constants: Constants, max_rows: int) -> None:
+        device, tile = pool.arena.device, constants.tile
         self.version = pool.version
-        self.plan = plan
-        self.packed = PackedBatch(pool, work, TILES[plan], max_rows)
+        self.plan, self.constants = plan, constants
+        self.packed = PackedBatch(pool, work, tile, max_rows)
         self.multiprocessors = multiprocessors_of(device)
-        self.ranks = -(-pool.max_rank // TILES[plan].ranks) * TILES[plan].ranks
+        self.ranks = -(-pool.max_rank // tile.ranks) * tile.ranks
         self.groups = {name: self._group(pool, name, reserved=max_rows > 0) for name in GROUPS}
         planes = max(group.splits * group.slices for group in self.groups.values())
         self.h = torch.empty(planes * self.packed.positions * self.ranks, dtype=torch.float32, device=device)
+        most_items = max(len(group.part.items) for group in self.groups.values())
+        self.arrived = torch.zeros(most_items, dtype=torch.int32, device=device)  # zero between launches
         self.side = SideStream(pool.arena.get_device()) if device.type == "cuda" else None
         self.started: Beside | None = None  # by start_lora, of the group under way
 
@@ -148,26 +167,28 @@ class LoraBatch:
         when a row names an empty slot.
         """
         plan = plan or plan_for(row_slot)
-        tile = replace(TILES[plan], rows=group_rows) if group_rows else TILES[plan]
-        return LoraBatch(pool, work_list(pool, row_slot, tile), plan, 0)
+        constants = constants_for(plan, len(row_slot))
+        tile = replace(constants.tile, rows=group_rows) if group_rows else constants.tile
+        return LoraBatch(pool, work_list(pool, row_slot, tile), plan, constants, 0)
 
     @staticmethod
     def reserve(pool: LoraPool, rows: int, plan: LaunchPlan | None = None) -> LoraBatch:
         """An empty batch with room for any `rows` rows."""
         plan = plan or "decode"
-        nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), TILES[plan])
-        return LoraBatch(pool, nothing, plan, rows)
+        constants = constants_for(plan, rows)
+        nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), constants.tile)
+        return LoraBatch(pool, nothing, plan, constants, rows)
 
     def update(self, pool: LoraPool, row_slot: np.ndarray) -> None:
         """Change a reserved batch to `row_slot`. Raises ValueError when a row names an empty slot."""
-        self.packed.fill(work_list(pool, row_slot, TILES[self.plan]))
+        self.packed.fill(work_list(pool, row_slot, self.constants.tile))
         self.version = pool.version
 
     def _group(self, pool: LoraPool, name: str, *, reserved: bool) -> Group:
         """K is divided by its own size alone in a decode step, so that a row's sums do not depend on the other rows."""
-        sizes, part, launch = _sizes(pool, name), self.packed.parts[name], SHRINKS[self.plan]
+        sizes, part, launch = _sizes(pool, name), self.packed.parts[name], self.constants.shrink
         step = max(launch.block, launch.wide)
-        items = RESERVED_GROUPS * len(GROUPS[name]) if reserved else part.max_items
+        items = RESERVED_GROUPS * len(GROUPS[name]) if reserved else len(part.items)
         most = MOST_SPLITS if self.plan == "decode" else split_k_for(items, self.multiprocessors)
         span = -(-sizes[0] // (step * most)) * step
         return Group(
@@ -177,23 +198,28 @@ class LoraBatch:
             splits=-(-sizes[0] // span),
             span=span,
             aligned=all(size % 16 == 0 for size in sizes),
-            has_work=reserved or part.max_items > 0,
-            options=_options(TILES[self.plan], launch, EXPANDS[self.plan], _upcast(pool), _early(pool.arena.device)),
+            has_work=reserved or len(part.items) > 0,
+            options=_options(self.constants, _upcast(pool), _early(pool.arena.device)),
         )
 
 
 def plan_for(row_slot: np.ndarray) -> LaunchPlan:
-    """The plan of a step, from `row_slot`, int32 [rows]."""
-    return "prefill" if tile_for(row_slot) is PREFILL else "decode"
+    """The plan of a step, from `row_slot`, int32 [rows].
+
+    That for prefills pays when an adapter has enough rows to fill a large group: its prompt then takes longer than all decodes.
+    """
+    adapted = row_slot[row_slot >= 0]
+    return "prefill" if len(adapted) and np.bincount(adapted).max() > PREFILL.tile.rows else "decode"
 
 
 def prepare(pool: LoraPool) -> None:
     """Compile and load the kernels that serving launches for this pool: each runs once, with nothing to do."""
-    for plan in TILES:
-        batch = LoraBatch.reserve(pool, 1, plan)
+    steps: list[tuple[LaunchPlan, int]] = [("decode", SMALL_ROWS), ("decode", SMALL_ROWS + 1), ("prefill", 1)]
+    for plan, rows in steps:
+        batch = LoraBatch.reserve(pool, rows, plan)
         for group in GROUPS:
             fan_in, *outs = _sizes(pool, group)
-            x, y = (pool.arena.new_zeros(1, size) for size in (fan_in, sum(outs)))
+            x, y = (pool.arena.new_zeros(rows, size) for size in (fan_in, sum(outs)))
             start_lora(x, pool, 0, group, batch)
             add_lora(y, x, pool, 0, group, batch)
 
@@ -243,9 +269,9 @@ def _shrink(
     part, row = group.part, group.slices * batch.ranks
     launch = _shrink_kernel(group.options, group.alignment(x), group.sizes[0])
     launch(
-        _programs(batch, group.options.shrink),
-        x, x.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.items, part.item_pages,
-        part.header, layer, group.splits, group.span, batch.ranks, *group.sizes, stream=stream,
+        _programs(batch, group.options.constants.shrink),
+        x, x.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.items,
+        len(part.items), part.pages, batch.arrived, layer, group.splits, group.span, batch.ranks, *group.sizes, stream=stream,
     )  # fmt: skip
 
 
@@ -260,12 +286,11 @@ def _expand(
     add: bool = True,
 ) -> None:
     part, row = group.part, group.slices * batch.ranks
-    launch = _expand_kernel(group.options, group.alignment(y), group.sizes[1:], group.slices, group.splits, add)
+    launch = _expand_kernel(group.options, group.alignment(y), group.sizes[1:], group.splits, add)
     launch(
-        _programs(batch, group.options.expand),
-        y, y.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.segments, part.tiles,
-        part.item_pages, part.scales, part.scales.stride(0), part.header, layer, group.splits, batch.ranks, *group.sizes,
-        stream=stream,
+        _programs(batch, group.options.constants.expand),
+        y, y.stride(0), pool.arena, batch.h, row, batch.packed.positions * row, batch.packed.rows, part.tiles, len(part.tiles),
+        part.pages, part.scales, part.scales.stride(0), layer, group.splits, batch.ranks, *group.sizes, stream=stream,
     )  # fmt: skip
 
 
@@ -274,26 +299,42 @@ _options = cache(Options)
 
 @cache
 def _shrink_kernel(options: Options, align: int, k: int) -> Kernel:
-    tile, launch = options.tile, options.shrink
+    tile, launch = options.constants.tile, options.constants.shrink
     return Kernel(
         lora_shrink,
-        M=tile.rows, R=tile.ranks, BK=launch.block, WIDE=launch.wide, FEW=tile.few, ALIGN=align,
+        M=tile.rows, R=tile.ranks, BK=launch.block, FEW=tile.few, FEW_R=tile.few_ranks, WIDE=launch.wide, ALIGN=align,
         WHOLE_K=k % max(launch.block, launch.wide) == 0, EARLY=options.early, UPCAST=options.upcast,
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=options.early,
+        **_compiled_with(options, launch, align),
     )  # fmt: skip
 
 
 @cache
-def _expand_kernel(options: Options, align: int, outs: tuple[int, ...], slices: int, splits: int, add: bool) -> Kernel:
-    tile, launch = options.tile, options.expand
+def _expand_kernel(options: Options, align: int, outs: tuple[int, ...], splits: int, add: bool) -> Kernel:
+    tile, launch = options.constants.tile, options.constants.expand
     return Kernel(
         lora_expand,
-        S=slices, M=tile.rows, R=tile.ranks, RANKS=launch.ranks, COLUMNS=tile.columns, BN=launch.block,
-        FEW=tile.few, WIDE=tile.wide, PLANES=triton.next_power_of_2(splits) if tile.few else 1, ADD=add, ALIGN=align,
+        M=tile.rows, SOME=tile.some, R=launch.ranks, BN=tile.columns, FEW=tile.few, FEW_R=tile.few_ranks, WIDE=tile.wide,
+        PLANES=triton.next_power_of_2(splits) if tile.few else 1, ADD=add, ALIGN=align,
         WHOLE_N=all(n % max(tile.wide, tile.columns) == 0 for n in outs), EARLY=options.early, UPCAST=options.upcast,
-        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True, launch_pdl=options.early,
-        maxnreg=None if align == 1 or options.upcast else launch.registers,
+        **_compiled_with(options, launch, align),
     )  # fmt: skip
+
+
+def _compiled_with(options: Options, launch: Launch, align: int) -> dict[str, int | bool | None]:
+    return {
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+        "enable_fp_fusion": FUSED,
+        "launch_pdl": options.early,
+        "maxnreg": registers_of(launch, ragged=align == 1, upcast=options.upcast),
+    }
+
+
+def registers_of(launch: Launch, *, ragged: bool, upcast: bool) -> int | None:
+    """The most that a thread may have; None leaves it to ptxas."""
+    if upcast:
+        return None
+    return ANY_REGISTERS if ragged else launch.registers
 
 
 def _sizes(pool: LoraPool, group: str) -> tuple[int, int, int, int]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import triton
 
-from motet.kernels.to_device import fill, send
+from motet.kernels.to_device import fetch, fill, send
 from motet.kernels.triton import sampling_kernels as kernels
 from motet.kernels.triton.launch import Kernel
 from motet.kernels.types import DrawRules
@@ -80,7 +80,7 @@ class Draws:
         if noise is not None:
             fill(self._noise, noise)
         self.launch(logits)
-        tokens, best = self._out.cpu().numpy().T
+        tokens, best = fetch(self._out).T
         return tokens.astype(np.int64), best.copy().view(np.float32)
 
     def launch(self, logits: torch.Tensor) -> None:

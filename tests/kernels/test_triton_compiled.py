@@ -17,13 +17,13 @@ import pytest
 
 from motet.kernels.triton.attention import LAUNCHES as ATTENTION
 from motet.kernels.triton.attention import SPLITTING
-from motet.kernels.triton.lora import EXPANDS, SHRINKS
 from motet.kernels.triton.sampling import TILE
 from motet.kernels.triton.sampling import WARPS as SAMPLING
+from tests.kernels.triton_resources import LORA
 
 ROOT = Path(__file__).parents[2]
-LAUNCHES = {f"shrink, {plan}": launch for plan, launch in SHRINKS.items()}
-LAUNCHES |= {f"expand, {plan}": launch for plan, launch in EXPANDS.items()}
+LAUNCHES = {f"shrink, {name}": constants.shrink for name, constants in LORA.items()}
+LAUNCHES |= {f"expand, {name}": constants.expand for name, constants in LORA.items()}
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_BYTES_PER_MULTIPROCESSOR = 227 << 10
 OTHERS = sorted((ROOT / "build").glob("triton-*"))
@@ -56,7 +56,7 @@ def test_launches_without_triton_are_those_of_triton(other: Path | None) -> None
     found = output_of("triton_launches", other)
     assert not found["random"]["different"]
     assert found["random"]["direct"] > found["random"]["launches"] / 2
-    assert found["lora"]["launches"] > 0 == found["lora"]["seen"]
+    assert found["lora"] == {"launches": 2 * 5 * 2 * 4, "seen": 0}, "two steps, five layers, shrink and expand of four groups"
     assert found["draws"]["launches"] == 3 * len(SAMPLING) and found["draws"]["seen"] == 0
 
 
@@ -81,6 +81,26 @@ def test_weights_and_activations_move_in_pieces_of_16_bytes(compiled: dict[str, 
 def test_tensor_cores_multiply_and_large_tiles_in_warp_groups(compiled: dict[str, dict[str, Any]], name: str) -> None:
     assert compiled[name]["products"] > 0
     assert (compiled[name]["wide_products"] > 0) == ("prefill" in name)
+
+
+def test_small_and_large_decode_steps_sum_in_an_order_that_their_threads_do_not_change(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
+    small, large = (compiled[f"expand, {name}"]["summed"] for name in ("decode, few rows", "decode"))
+    *planes, ranks = small
+    assert planes == large[:-1] == ["2x8x16", "2x4x16", "2x2x16", "2x1x16"], "two numbers at a time, in any order"
+    assert ranks == f"8x{LORA['decode, few rows'].tile.wide}" and large[-1] == f"8x{LORA['decode'].tile.wide}"
+    for constants in (LORA["decode, few rows"], LORA["decode"]):  # a thread has 8 columns, and so all ranks of them
+        assert constants.tile.wide == 8 * 32 * constants.expand.warps
+    assert compiled["shrink, decode, few rows"]["summed"] == compiled["shrink, decode"]["summed"]
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_products_are_fused_with_sums_only_where_the_kernel_says_so(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    """Elsewhere the compiler would choose which of two products is rounded, and choose otherwise for steps of another size."""
+    launch, tile = LAUNCHES[name], LORA[name.split(", ", 1)[1]].tile
+    weights = tile.few_ranks * (launch.wide if "shrink" in name else tile.wide)
+    assert compiled[name]["fused"] == weights // 2 // (32 * launch.warps), "of every two of a thread's products one"
 
 
 @pytest.mark.parametrize("name", [*ATTENTION, "decode, divided", "fp32, divided"])

@@ -11,9 +11,9 @@ import torch
 
 from bench.rivals.triton_lora import mbgmv, padded
 from motet.kernels import GROUPS, LoraPool
-from motet.kernels.triton import LoraBatch, add_lora, prepare, start_lora
+from motet.kernels.triton import LoraBatch, add_lora, plan_for, prepare, start_lora
 from motet.kernels.triton import lora as launches
-from motet.kernels.triton.lora import LaunchPlan
+from motet.kernels.triton.lora import LARGE, PREFILL, SMALL, SMALL_ROWS, LaunchPlan
 from tests.kernels.test_lora import (
     MODULES,
     Adapter,
@@ -70,6 +70,7 @@ def assert_follows_the_formula(
     assert torch.equal(results[0].view(bits), results[1].view(bits)), "the same batch gives the same bits"
     assert torch.equal(results[0][base].view(bits), y[base].view(bits)), "rows of the base keep every bit"
     assert relative_error(results[0], want) < TOLERANCE[dtype]
+    assert not batch.arrived.any(), "zero between launches"
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -80,8 +81,9 @@ def test_mixed_ranks_and_scattered_pages_follow_the_formula(
     monkeypatch.setattr(launches, "multiprocessors_of", lambda device: multiprocessors)
     pool, held = gpu_pool()
     slots = np.array([0, 1, -1, 2, 3, 4, 5, 2, -1, *[3] * 17], dtype=np.int32)
-    small = {name: replace(launch, block=16, wide=16) for name, launch in launches.SHRINKS.items()}
-    monkeypatch.setattr(launches, "SHRINKS", small)  # or K has one part
+    for name in ("SMALL", "LARGE", "PREFILL"):  # or K has one part
+        constants = getattr(launches, name)
+        monkeypatch.setattr(launches, name, replace(constants, shrink=replace(constants.shrink, block=16, wide=16)))
     batch = LoraBatch.build(pool, slots, plan)
     parts = [group.splits for group in batch.groups.values()]
     assert (max(parts) > 1) == (multiprocessors > 1 or plan == "decode")
@@ -103,6 +105,14 @@ def test_random_adapters_and_rows_follow_the_formula(seed: int) -> None:
     pool, held = gpu_pool(ranks)
     slots = np.array([draw.choice([-1, 0, 1, 2]) for _ in range(draw.choice([1, 9, 33]))], dtype=np.int32)
     assert_follows_the_formula(pool, held, slots, LoraBatch.build(pool, slots, PLANS[seed % 2]), draw.choice(list(GROUPS)))
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 14), (3, 4, 16), (17, 31, 5), (32, 33, 1), (64, 65, 2), (80, 3, 18)])
+def test_any_number_of_rows_of_an_adapter_follows_the_formula(counts: tuple[int, int, int]) -> None:
+    pool, held = gpu_pool((24, 64, 128))
+    slots = np.random.default_rng(sum(counts)).permutation(np.repeat([0, 1, 2, -1], (*counts, 2))).astype(np.int32)
+    batch = LoraBatch.build(pool, slots, "decode")
+    assert_follows_the_formula(pool, held, slots, batch, "qkv" if sum(counts) % 2 else "down")
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -166,16 +176,31 @@ def test_a_step_of_the_base_alone_starts_nothing() -> None:
     assert start_lora(x.to(DEVICE), pool, 0, "o", LoraBatch.build(pool, np.full(2, -1, dtype=np.int32))) is None
 
 
-def test_a_row_has_the_same_sums_whatever_else_is_in_the_decode_step() -> None:
-    pool, _ = gpu_pool((16, 40, 8))
-    slots = np.array([0, 1, 2, 0, -1, 1, *[2] * 5], dtype=np.int32)
-    y, x = (tensor.to(DEVICE) for tensor in random_io("down", len(slots)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("others", [5, 40], ids=["a small step", "a large step"])
+def test_a_row_has_the_same_sums_whatever_else_is_in_the_decode_step(others: int, dtype: torch.dtype) -> None:
+    pool, _ = gpu_pool((16, 40, 8), dtype)
+    slots = np.array([0, 1, 2, 0, -1, 1, 1, *[2] * others], dtype=np.int32)
+    y, x = (tensor.to(DEVICE) for tensor in random_io("down", len(slots), dtype))
     together = y.clone()
-    add_lora(together, x, pool, 0, "down", LoraBatch.build(pool, slots))
-    for row in (0, 1, 3):
+    add_lora(together, x, pool, 0, "down", LoraBatch.build(pool, slots, "decode"))
+    for row in (0, 1, 3, 5, 6):
         alone = y[row : row + 1].clone()
         add_lora(alone, x[row : row + 1], pool, 0, "down", LoraBatch.build(pool, slots[row : row + 1]))
         assert torch.equal(alone, together[row : row + 1])
+
+
+def test_small_and_large_decode_steps_divide_k_and_add_its_parts_alike() -> None:
+    assert SMALL.shrink == LARGE.shrink
+    assert (SMALL.tile.few, SMALL.tile.few_ranks) == (LARGE.tile.few, LARGE.tile.few_ranks)
+    assert launches.constants_for("decode", SMALL_ROWS) is SMALL and launches.constants_for("decode", SMALL_ROWS + 1) is LARGE
+
+
+def test_the_plan_for_prefills_is_for_steps_in_which_an_adapter_fills_a_large_group() -> None:
+    assert PREFILL.tile.rows == 64
+    assert plan_for(np.repeat(np.arange(8, dtype=np.int32), 64)) == "decode"
+    assert plan_for(np.array([*range(32), *[5] * 64], dtype=np.int32)) == "prefill"
+    assert plan_for(np.full(500, -1, dtype=np.int32)) == "decode"
 
 
 def test_preparing_runs_every_kernel_of_serving_once_and_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +213,7 @@ def test_preparing_runs_every_kernel_of_serving_once_and_reads_no_weight(monkeyp
             launches, name, lambda *args, name=name, call=call, **how: (launched.append(name), call(*args, **how))
         )
     prepare(pool)
-    assert launched == ["_shrink", "_expand"] * 2 * len(GROUPS)
+    assert launched == ["_shrink", "_expand"] * 3 * len(GROUPS)  # decode steps of few and of many rows, and prefills
     assert torch.equal(pool.arena.view(torch.int32), before.view(torch.int32))
 
 
@@ -196,7 +221,7 @@ def test_the_kernels_to_compare_with_compute_the_same() -> None:
     pool, held = gpu_pool((8, 24))
     slots = np.array([0, 1, 1, -1, 0], dtype=np.int32)
     batch = mbgmv(pool, slots)
-    assert batch.packed.parts["o"].segments[:, 3].tolist() == [1, 1, 1, 1]
+    assert set(batch.packed.parts["o"].tiles[:, 2].tolist()) == {1}, "every group is one row"
     assert_follows_the_formula(pool, held, slots, batch, "o")
     grown = make_pool()
     for slot, adapter in held.items():

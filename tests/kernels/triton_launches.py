@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from triton.runtime import JITFunction
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.triton import LoraBatch, prepare, sampling, start_lora
 from motet.kernels.triton.launch import Kernel
+from motet.kernels.triton.lora import SMALL_ROWS
 from motet.kernels.types import DrawRules
 from tests.kernels.null_driver import NullDriver, install
 
@@ -78,20 +80,22 @@ class Seen:
 
 
 def lora(driver: NullDriver) -> dict[str, int]:
-    """Launches of two layers after `prepare`, and how many of them Triton saw: one for each address or number of a new kind."""
+    """Launches of a small and a large step after `prepare`, and how many of them Triton saw: those with an address or number of
+    a new kind.
+    """
     shapes = {module: (128, 256) for module in [module for modules in GROUPS.values() for module in modules]}
     pool = LoraPool(shapes, layers=8, slots=1, max_rank=16, bytes_total=1 << 20, dtype=torch.bfloat16, device="cpu")
     prepare(pool)
-    batch, x, seen = LoraBatch.reserve(pool, 16), torch.zeros(16, 128, dtype=torch.bfloat16), Seen()
-    driver.launched.clear()
-    for layer in range(8):
-        if layer == 3:  # 0, 1 and 2 are of different kinds
-            driver.launched.clear()
-            seen.__enter__()
-        for group in GROUPS:
-            start_lora(x, pool, layer, group, batch)
-    seen.__exit__()
-    return {"launches": len(driver.launched), "seen": seen.count}
+    launches, seen = 0, Seen()
+    for rows in (SMALL_ROWS, SMALL_ROWS + 1):
+        batch, x = LoraBatch.reserve(pool, rows), torch.zeros(rows, 128, dtype=torch.bfloat16)
+        for layer in range(8):
+            with seen if layer > 2 else nullcontext():  # 0, 1 and 2 are of different kinds
+                driver.launched.clear()
+                for group in GROUPS:
+                    start_lora(x, pool, layer, group, batch)
+                launches += len(driver.launched) if layer > 2 else 0
+    return {"launches": launches, "seen": seen.count}
 
 
 def draws(driver: NullDriver) -> dict[str, int]:

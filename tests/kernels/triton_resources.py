@@ -19,14 +19,14 @@ from motet.kernels.triton import sampling_kernels
 from motet.kernels.triton.attention import LAUNCHES, SPLITTING
 from motet.kernels.triton.attention_kernel import paged_attention
 from motet.kernels.triton.device import lora_expand, lora_shrink
-from motet.kernels.triton.lora import EXPANDS, MOST_SPLITS, SHRINKS, TILES
+from motet.kernels.triton.lora import FUSED, LARGE, MOST_SPLITS, PREFILL, SMALL, Launch, registers_of
 from motet.kernels.triton.pointwise import COLUMNS, COLUMNS_WARPS, GROUP, head_launch, norm_launch
 from motet.kernels.triton.pointwise_kernels import add_norm, rotate_and_store, silu_mul
 from motet.kernels.triton.sampling import CHUNK, ROOM, TILE, WARPS
 
 POINTERS = {
-    "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "segments": "*i32",
-    "items": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32",
+    "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32",
+    "items": "*i32", "pages": "*i64", "scales": "*fp32",
     "q": "*bf16", "out": "*bf16", "kv": "*bf16", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
     "parts": "*fp32", "sums": "*fp32", "arrived": "*i32",
     "values": "*bf16", "adapted": "*i32", "weight": "*bf16", "qkv": "*bf16", "cos": "*bf16", "sin": "*bf16",
@@ -34,6 +34,7 @@ POINTERS = {
     "logits": "*fp32", "rules": "*fp64", "peaks": "*i64", "means": "*fp32", "pivots": "*i32", "table": "*fp32",
     "gathered": "*i32", "found": "*i32", "cuts": "*i32", "noise": "*fp64",
 }  # fmt: skip
+LORA = {"decode, few rows": SMALL, "decode": LARGE, "prefill": PREFILL}
 SAMPLING = [getattr(sampling_kernels, name) for name in WARPS]
 Configuration = tuple[Any, dict[str, Any], dict[str, Any]]
 UNALIGNED = ("scale", "eps", "adapted", "kv_slots")
@@ -51,26 +52,19 @@ def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, Configura
     """
     common = {"ALIGN": 1 if ragged else 16, "EARLY": True, "UPCAST": upcast}
     found: dict[str, Configuration] = {}
-    for plan, tile in TILES.items():
-        sizes, shrink, expand = {"M": tile.rows, "R": tile.ranks}, SHRINKS[plan], EXPANDS[plan]
-        constants = {**common, **sizes, "BK": shrink.block, "WIDE": shrink.wide, "FEW": tile.few, "WHOLE_K": not ragged}
-        found[f"shrink, {plan}"] = (lora_shrink, constants, _options(shrink))
-        constants = {
-            **common,
-            **sizes,
-            "S": 3,
-            "RANKS": expand.ranks,
-            "COLUMNS": tile.columns,
-            "BN": expand.block,
-        }
-        constants |= {
-            "FEW": tile.few,
-            "WIDE": tile.wide,
-            "PLANES": MOST_SPLITS if tile.few else 1,
-            "ADD": plan == "prefill",
-            "WHOLE_N": not ragged,
-        }
-        found[f"expand, {plan}"] = (lora_expand, constants, _options(expand, limited=not (ragged or upcast)))
+
+    def lora_options(launch: Launch) -> dict[str, Any]:
+        registers = registers_of(launch, ragged=ragged, upcast=upcast)
+        return {**_options(launch), "enable_fp_fusion": FUSED, "maxnreg": registers}
+
+    for name, constants in LORA.items():
+        tile, shrink, expand = constants.tile, constants.shrink, constants.expand
+        both = {**common, "M": tile.rows, "FEW": tile.few, "FEW_R": tile.few_ranks}
+        of_shrink = {"R": tile.ranks, "BK": shrink.block, "WIDE": shrink.wide, "WHOLE_K": not ragged}
+        found[f"shrink, {name}"] = (lora_shrink, {**both, **of_shrink}, lora_options(shrink))
+        of_expand = {"SOME": tile.some, "R": expand.ranks, "BN": tile.columns, "WIDE": tile.wide, "WHOLE_N": not ragged}
+        of_expand |= {"PLANES": MOST_SPLITS if tile.few else 1, "ADD": name == "prefill"}
+        found[f"expand, {name}"] = (lora_expand, {**both, **of_expand}, lora_options(expand))
     return found
 
 
@@ -82,9 +76,8 @@ def attention(kind: str, *, divided: bool) -> Configuration:
     return paged_attention, constants, _options(launch)
 
 
-def _options(launch: Any, *, limited: bool = False) -> dict[str, Any]:
-    found = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
-    return {**found, "maxnreg": launch.registers} if limited else found
+def _options(launch: Any) -> dict[str, Any]:
+    return {"num_warps": launch.warps, "num_stages": launch.stages}
 
 
 def between_products(hidden: int, heads: int, head_dim: int, mlp: int) -> dict[str, Configuration]:
@@ -118,7 +111,7 @@ def sampling(vocab_size: int) -> dict[str, Configuration]:
 
 
 def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any], *, fp32: bool = False) -> dict[str, Any]:
-    """Registers and local memory of the machine code, shared memory, and how global memory is read."""
+    """Registers and local memory of the machine code, shared memory, how global memory is read, and what is summed up."""
     names, pointers = kernel.arg_names, POINTERS
     if fp32 or constants.get("UPCAST"):
         pointers = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
@@ -140,12 +133,14 @@ def resources(kernel: Any, constants: dict[str, Any], options: dict[str, Any], *
         "shared_bytes": built.metadata.shared,
         "products": len(re.findall(r"wgmma\.mma|mma\.sync", ptx)),
         "wide_products": len(re.findall(r"wgmma\.mma", ptx)),
+        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),  # products whose sum with another number is rounded once
         "copies_16": len(re.findall(r"cp\.async\.cg\.shared\.global[^;]*, 0x10|cp\.async\.cg\.shared\.global[^;]*, 16", ptx)),
         "copies_narrow": len(re.findall(r"cp\.async\.ca\.", ptx)),
         "loads_16": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", ptx)),
         "loads_16_bits": len(re.findall(r"ld\.global[.\w:]*\.b16", ptx)),
         "stores_16": len(re.findall(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b64", ptx)),
         "stores_16_bits": len(re.findall(r"st\.global[.\w:]*\.b16", ptx)),
+        "summed": re.findall(r"\}\) : \(tensor<([\dx]*)xf32>\)", built.asm["ttir"]),  # shapes
     }
 
 
