@@ -110,7 +110,8 @@ def test_the_bench_counts_flagged_runs_apart_and_says_who_is_right(
     held = planner_models._held_back(table)  # private: the split that the bench makes
     test = table.where(held & table.paper)
     flagged = replace(test, flagged=np.arange(len(test)) % 2 == 0)
-    monkeypatch.setattr(planner_models, "_data", lambda args: Data(table.where(~held), {"set": flagged}, {}))  # private: how the bench reads files
+    data = Data(table.where(~held), {"set": flagged}, {})
+    monkeypatch.setattr(planner_models, "_data", lambda args: data)  # private: how the bench reads files
     args = Namespace(runs=None, search=False, write=tmp_path / "models.json", quick=False, watch=Watch())
     figures = planner_models.run(args)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
