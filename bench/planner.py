@@ -9,12 +9,15 @@ judged by an hour with a seed that it has not seen. A rival's plan counts only i
 *what-if*: 20 drawn workers with lengths of arXiv, Mooncake and Azure (from `--runs`'s parent folder), which no constant of the
 law was chosen with: the load at which the law says that they break, beside the twin's.
 
+*picture*: workers by the load for docs/planning.svg, by the law alone.
+
 *models* (needs `--runs`): the law and the learned models beside published runs of vLLM (`bench.planner_models`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import time
@@ -27,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bench import planner_models, report
-from bench.planner_scenarios import ADAPTERS, scenarios
+from bench.planner_scenarios import ADAPTERS, Scenario, scenarios
 from motet.cli.plan_runs import processes
 from motet.policies.plan.bound import bound
 from motet.policies.plan.capacity import Limits, judge
@@ -38,6 +41,7 @@ from motet.twin.planning.check import Result, Run
 from motet.twin.planning.kinds import NativeKind, Part, VllmKind
 from motet.twin.planning.loads import Loads, Objective, capped
 from motet.twin.planning.planner import Goal, Made, Offer, Trial, bounding, make, pack_by, tried
+from motet.twin.plots import Curve, Plot, svg
 from motet.twin.profile import a10_llama2_7b
 from motet.twin.traces import Trace, read_lengths, read_trace
 from motet.twin.vllm.published import published
@@ -55,6 +59,7 @@ NATIVE_HOUR = Trial(seeds=(1001,), warm_s=60.0, duration_s=660.0)
 WHAT_IFS = 20
 BREAK_STEP = 1.02
 OURS = "motet"
+PICTURE = Path(__file__).parents[1] / "docs" / "planning.svg"
 AT_ONCE = 4
 MIX_RATES = (3.2, 1.6, 0.8, 0.4, 0.1, 0.05, 0.025, 0.0125)  # of the paper, section 8.3
 MOST_TOKENS = 16_384
@@ -63,7 +68,7 @@ MOST_TOKENS = 16_384
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--runs", type=Path, help="folder with the published runs of vLLM; its parent has traces of lengths")
-    parser.add_argument("--part", choices=["scenarios", "what-if", "models"], help="only this part")
+    parser.add_argument("--part", choices=["scenarios", "what-if", "models", "picture"], help="only this part")
     parser.add_argument("--kind", help="only the workers whose name begins like this: llama, qwen, A10")
     planner_models.options(parser)
 
@@ -76,6 +81,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             figures |= _scenarios(args, simulate)
         if args.part in (None, "what-if") and args.runs is not None:
             figures |= _what_ifs(args)
+    if args.part == "picture":
+        figures |= _picture()
     if args.part == "models" or (args.part is None and args.runs is not None and not args.quick):
         figures |= planner_models.figures(args)
     return figures
@@ -232,6 +239,33 @@ def _against(rival: str, rows: Sequence[Row], ours: Mapping[str, int]) -> dict[s
         f"workers_vs_{key}": round(sum(ours[name] for name in valid) / sum(valid.values()), 3) if valid else None,
         f"least_saved_of_{key}": min(saved, default=None),
     }
+
+
+# ---- the picture
+
+STAIRS = tuple(round(0.1 * step, 1) for step in range(1, 31))
+EXAMPLE = Scenario("mixed", "mixed", 400)
+DRAWN = ("dlora", "proposedlat", "rank_grouped", "paper")
+"""Rivals whose plans the law does not find strained."""
+
+
+def _picture() -> dict[str, Any]:
+    """Workers at multiples of the load of `EXAMPLE` on Llama, beside the bound and other planners."""
+    offers, goal = [Offer(kind=VllmKind(name=MODELS[0], calibration=published(MODELS[0])))], Goal()
+    lines: dict[str, list[tuple[float, float]]] = {name: [] for name in ("bound", "motet plan", *DRAWN)}
+    for factor in STAIRS:
+        loads = EXAMPLE.loads(rate=factor)
+        kinds = bounding(offers, goal)
+        lines["bound"].append((factor, bound(loads.demand, kinds).value))
+        lines["motet plan"].append((factor, float(len(make(loads, offers, goal, None, lambda jobs: ()).workers))))
+        for name in DRAWN:
+            with contextlib.suppress(CannotServe):
+                lines[name].append((factor, float(len(pack_by(RIVALS[name], loads, offers, goal).workers))))
+    curves = [Curve(*np.array(points).T) for points in lines.values()]
+    plot = Plot(caption="", curves=curves, unit="x the load", plain=True, steps=True, names=tuple(lines))
+    PICTURE.write_bytes(svg(plot))
+    at = {name: dict(points).get(3.0) for name, points in lines.items()}
+    return {f"workers_at_3_{name.replace(' ', '_')}": workers for name, workers in at.items()}
 
 
 # ---- what-if

@@ -51,6 +51,7 @@ class Plot:
     marks: Sequence[float] = ()
     steps: bool = False  # a staircase instead of a line: each value counts up to its x
     plain: bool = False  # x in plain numbers, from the first one on
+    names: Sequence[str] = ()  # of the curves, for a legend inside the plot
 
     def draw(self, axes: Axes) -> None:
         """Draw it."""
@@ -59,6 +60,8 @@ class Plot:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0) if self.share else EngFormatter(sep=""))
         for curve, color in zip(self.curves, COLORS, strict=False):
             axes.plot(curve.x, curve.y, color=color, linewidth=1.3, drawstyle="steps-pre" if self.steps else "default")
+        if self.names:
+            axes.legend(self.names, frameon=False, loc="upper left")
         x = np.concatenate([curve.x for curve in self.curves])
         if not len(x):
             axes.text(0.5, 0.5, "nothing to show", ha="center", color=FAINT, transform=axes.transAxes)
