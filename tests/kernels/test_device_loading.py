@@ -107,7 +107,8 @@ class Late:
         return int(self.pool.loaded_layers[0])
 
     def settled(self) -> int:
-        """The operations in the stream when the loader's thread adds none any more."""
+        """The operations in the stream, one at least, when the loader's thread adds none any more."""
+        wait(lambda: self.driver.late)
         seen = -1
         while seen != self.driver.late:
             seen = self.driver.late
@@ -142,13 +143,14 @@ def test_a_part_of_the_ring_is_filled_again_when_the_device_has_read_it(late: La
         late.driver.proceed(7)
         if whole(late.pool, 0):
             break
-        late.settled()
+        wait(lambda: late.driver.late)
     assert late.as_wanted()
 
 
 def test_a_layer_counts_when_its_bytes_are_there(late: Late) -> None:
     nbytes = late.host.packed.arena.nbytes
-    assert late.settled() == LAYERS * LAYER_OPERATIONS + 1 and PARTS == LAYERS, "all of it, and the event of its end"
+    assert PARTS == LAYERS
+    wait(lambda: late.driver.late == LAYERS * LAYER_OPERATIONS + 1)  # all of it, and the event of its end
     assert late.layers == 0 and late.loader.bytes_ahead(0) == nbytes
     late.driver.proceed(LAYER_PIECES + 1)
     assert late.layers == 0, "bytes without their number"
@@ -170,8 +172,8 @@ def test_cancel_returns_when_the_stream_has_written_its_last_number(late: Late) 
     late.driver.proceed(LAYER_OPERATIONS)
     late.settled()
     assert cancelling.is_alive() and late.layers == 1
-    late.driver.proceed()
-    cancelling.join()
+    with late.driver.running():  # also what the loader's thread adds last
+        cancelling.join()
     late.pool.free(0)
     assert late.driver.late == 0 and late.layers == 0
     late.begin()
@@ -189,8 +191,8 @@ def test_numbers_that_are_written_late_keep_no_stream_waiting_for_a_copy_that_wa
     late.driver.proceed(late.driver.late - 1)  # writes 1
     wait(lambda: whole(late.pool, 0))
     assert giving_up.is_alive() and not late.loader.finished()
-    late.driver.proceed()
-    giving_up.join()
+    with late.driver.running():  # also what the loader's thread adds last
+        giving_up.join()
     assert whole(late.pool, 0) and not late.loader.finished(), "it is to be mended"
     late.pool.arena.fill_(float("nan"))
     late.loader.mend(np.array([0], dtype=np.int32))
