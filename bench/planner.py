@@ -2,6 +2,8 @@
 
     python -m bench planner [--runs DIR] [--part scenarios|what-if|models] [--quick]
 
+*law*: workers and bound of every scenario, without the twin: the command's answer with --no-check.
+
 *scenarios*: high, low and mixed rates and ranks of 100, 400 and 2,000 adapters (adapter-caching paper, section 8.4), on the
 published calibrations of vLLM for Llama and Qwen and on CaraServe's A10. Each plan is made as `motet plan` makes it, then
 judged by an hour with a seed that it has not seen. A rival's plan counts only if it is valid too, for 20 minutes.
@@ -68,7 +70,7 @@ MOST_TOKENS = 16_384
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--runs", type=Path, help="folder with the published runs of vLLM; its parent has traces of lengths")
-    parser.add_argument("--part", choices=["scenarios", "what-if", "models", "picture"], help="only this part")
+    parser.add_argument("--part", choices=["law", "scenarios", "what-if", "models", "picture"], help="only this part")
     parser.add_argument("--kind", help="only the workers whose name begins like this: llama, qwen, A10")
     planner_models.options(parser)
 
@@ -77,6 +79,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """All parts, or one."""
     figures: dict[str, Any] = {}
     with processes() as simulate:
+        if args.part in (None, "law"):
+            figures |= _law(args)
         if args.part in (None, "scenarios"):
             figures |= _scenarios(args, simulate)
         if args.part in (None, "what-if") and args.runs is not None:
@@ -116,6 +120,27 @@ class Row:
     valid: float = 0.0
     starved: int = 0
     attained: float = 0.0
+
+
+def _law(args: argparse.Namespace) -> dict[str, Any]:
+    rows, packed_s, bound_s = [], [0.0], [0.0]
+    goal = Goal()
+    for case in _cases(quick=args.quick):
+        if case.offer.kind.together or not case.name.startswith(args.kind or ""):
+            continue  # workers that share their load are planned with the twin
+        found, took_s = _timed(bound, case.loads.demand, bounding([case.offer], goal))
+        made, pack_s = _timed(make, case.loads, [case.offer], goal, None, lambda jobs: ())
+        bound_s.append(took_s)
+        packed_s.append(pack_s)
+        rows.append([case.name, len(made.workers), math.ceil(found.value - 1e-6), found.value, pack_s, took_s])
+    columns = ["scenario", "workers", "bound", "of which", "plan s", "bound s"]
+    print(report.table("by the law", columns, rows))
+    return {
+        "law_workers_vs_bound": round(sum(row[1] for row in rows) / sum(row[2] for row in rows), 3),
+        "law_most_above_bound": max(row[1] - row[2] for row in rows),
+        "law_plan_s": round(max(packed_s), 2),
+        "law_bound_s": round(max(bound_s), 2),
+    }
 
 
 def _scenarios(args: argparse.Namespace, simulate: Run) -> dict[str, Any]:
@@ -243,7 +268,7 @@ def _against(rival: str, rows: Sequence[Row], ours: Mapping[str, int]) -> dict[s
 
 # ---- the picture
 
-STAIRS = tuple(round(0.1 * step, 1) for step in range(1, 31))
+STAIRS = tuple(0.25 * step for step in range(1, 13))
 EXAMPLE = Scenario("mixed", "mixed", 400)
 DRAWN = ("dlora", "proposedlat", "rank_grouped", "paper")
 """Rivals whose plans the law does not find strained."""
@@ -261,6 +286,7 @@ def _picture() -> dict[str, Any]:
         for name in DRAWN:
             with contextlib.suppress(CannotServe):
                 lines[name].append((factor, float(len(pack_by(RIVALS[name], loads, offers, goal).workers))))
+    lines = {name: points for name, points in lines.items() if points}
     curves = [Curve(*np.array(points).T) for points in lines.values()]
     plot = Plot(caption="", curves=curves, unit="x the load", plain=True, steps=True, names=tuple(lines))
     PICTURE.write_bytes(svg(plot))
