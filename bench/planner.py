@@ -123,7 +123,7 @@ class Row:
 
 
 def _law(args: argparse.Namespace) -> dict[str, Any]:
-    rows, packed_s, bound_s = [], [0.0], [0.0]
+    rows, above, packed_s, bound_s = list[list[object]](), list[tuple[int, int]](), [0.0], [0.0]
     goal = Goal()
     for case in _cases(quick=args.quick):
         if case.offer.kind.together or not case.name.startswith(args.kind or ""):
@@ -132,12 +132,13 @@ def _law(args: argparse.Namespace) -> dict[str, Any]:
         made, pack_s = _timed(make, case.loads, [case.offer], goal, None, lambda jobs: ())
         bound_s.append(took_s)
         packed_s.append(pack_s)
-        rows.append([case.name, len(made.workers), math.ceil(found.value - 1e-6), found.value, pack_s, took_s])
+        above.append((len(made.workers), math.ceil(found.value - 1e-6)))
+        rows.append([case.name, *above[-1], found.value, pack_s, took_s])
     columns = ["scenario", "workers", "bound", "of which", "plan s", "bound s"]
     print(report.table("by the law", columns, rows))
     return {
-        "law_workers_vs_bound": round(sum(row[1] for row in rows) / sum(row[2] for row in rows), 3),
-        "law_most_above_bound": max(row[1] - row[2] for row in rows),
+        "law_workers_vs_bound": round(sum(workers for workers, _ in above) / sum(least for _, least in above), 3),
+        "law_most_above_bound": max(workers - least for workers, least in above),
         "law_plan_s": round(max(packed_s), 2),
         "law_bound_s": round(max(bound_s), 2),
     }
