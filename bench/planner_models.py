@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def figures(args: argparse.Namespace) -> dict[str, Any]:
     """Train, test, print the tables, return the figures."""
     try:
-        data = _data(args)
+        data = data_of(args)
     except (FileError, FileNotFoundError) as error:
         raise SystemExit(f"planner_models: {error}") from None
     if args.search:
@@ -111,20 +111,20 @@ def figures(args: argparse.Namespace) -> dict[str, Any]:
 # ---- data
 
 
-def _data(args: argparse.Namespace) -> Data:
+def data_of(args: argparse.Namespace) -> Data:
     learned = (
         _quick_samples()
         if args.quick
         else from_samples(from_cells(row) for row in rows(args.samples.parent, args.samples.stem))
     )
     if args.runs is None:
-        held = _held_back(learned)
+        held = held_back(learned)
         return Data(learned.where(~held), {"held back": learned.where(held)}, {})
     measured = {purpose: read_runs(args.runs, purpose) for purpose in PURPOSES}
     return Data(learned, {purpose: from_measured(runs) for purpose, runs in measured.items()}, measured)
 
 
-def _held_back(table: Table) -> NDArray[np.bool_]:
+def held_back(table: Table) -> NDArray[np.bool_]:
     """A quarter of the runs, by chance."""
     return np.random.default_rng(0).permutation(len(table)) % 4 == 0
 
@@ -231,7 +231,7 @@ def _held_out(table: Table) -> dict[str, Any]:
 
     The measured runs do not say how many requests met an objective, and their TTFT has the front end's scrapes in it.
     """
-    held = _held_back(table)
+    held = held_back(table)
     test = table.where(held & ~table.paper)
     ours = our_models(table.where(~held))
     met = test.attained_share >= ATTAINED

@@ -59,7 +59,7 @@ def test_the_boundary_is_where_the_load_is_near_the_capacity(table: Table) -> No
 
 
 def test_models_learn_what_the_law_gets_wrong(table: Table) -> None:
-    held = planner_models._held_back(table)  # private: the split that the bench makes
+    held = planner_models.held_back(table)
     learned, test = our_models(table.where(~held)), table.where(held & table.paper)
     law, ours = smape(test.law_tok_s, test.tok_s), smape(learned.tok_s(test), test.tok_s)
     assert ours < 0.6 * law
@@ -107,11 +107,11 @@ def test_a_search_prefers_what_predicts() -> None:
 def test_the_bench_counts_flagged_runs_apart_and_says_who_is_right(
     table: Table, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    held = planner_models._held_back(table)  # private: the split that the bench makes
+    held = planner_models.held_back(table)
     test = table.where(held & table.paper)
     flagged = replace(test, flagged=np.arange(len(test)) % 2 == 0)
     data = Data(table.where(~held), {"set": flagged}, {})
-    monkeypatch.setattr(planner_models, "_data", lambda args: data)  # private: how the bench reads files
+    monkeypatch.setattr(planner_models, "data_of", lambda args: data)
     args = Namespace(runs=None, search=False, write=tmp_path / "models.json", quick=False, watch=Watch())
     figures = planner_models.run(args)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
