@@ -72,6 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=Path, help="folder with the published runs of vLLM; its parent has traces of lengths")
     parser.add_argument("--part", choices=["law", "scenarios", "what-if", "models", "picture"], help="only this part")
     parser.add_argument("--kind", help="only the workers whose name begins like this: llama, qwen, A10")
+    parser.add_argument("--most", type=int, default=max(ADAPTERS), help="only scenarios of up to so many adapters")
     planner_models.options(parser)
 
 
@@ -147,7 +148,9 @@ def _law(args: argparse.Namespace) -> dict[str, Any]:
 def _scenarios(args: argparse.Namespace, simulate: Run) -> dict[str, Any]:
     rows: list[Row] = []
     packed_s, planned_s, bound_s = [0.0], [0.0], [0.0]
-    cases = [case for case in _cases(quick=args.quick) if case.name.startswith(args.kind or "")]
+    cases = [
+        case for case in _cases(quick=args.quick) if case.name.startswith(args.kind or "") and len(case.loads) <= args.most
+    ]
     for number in args.watch.rounds(len(cases), "scenarios"):
         case = cases[number]
         offers, goal = [case.offer], Goal()
