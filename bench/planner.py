@@ -19,7 +19,6 @@ law was chosen with: the load at which the law says that they break, beside the 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import time
@@ -33,6 +32,7 @@ import numpy as np
 
 from bench import planner_models, report
 from bench.planner_scenarios import ADAPTERS, Scenario, scenarios
+from motet.cli.plan_cases import Cases
 from motet.cli.plan_runs import processes
 from motet.policies.plan.bound import bound
 from motet.policies.plan.capacity import Limits, judge
@@ -272,30 +272,22 @@ def _against(rival: str, rows: Sequence[Row], ours: Mapping[str, int]) -> dict[s
 
 # ---- the picture
 
-STAIRS = tuple(0.25 * step for step in range(1, 13))
 EXAMPLE = Scenario("mixed", "mixed", 400)
-DRAWN = ("dlora", "proposedlat", "rank_grouped", "paper")
-"""Rivals whose plans the law does not find strained."""
+DRAWN = {"bound": "bound", "plan, by the law": "motet plan"} | {
+    name: name for name in ("dlora", "proposedlat", "rank_grouped", "paper")
+}
+"""The picture's lines by their names in the command's staircase. Its rivals are those that the law does not find strained."""
 
 
 def _picture() -> dict[str, Any]:
     """Workers at multiples of the load of `EXAMPLE` on Llama, beside the bound and other planners."""
-    offers, goal = [Offer(kind=VllmKind(name=MODELS[0], calibration=published(MODELS[0])))], Goal()
-    lines: dict[str, list[tuple[float, float]]] = {name: [] for name in ("bound", "motet plan", *DRAWN)}
-    for factor in STAIRS:
-        loads = EXAMPLE.loads(rate=factor)
-        kinds = bounding(offers, goal)
-        lines["bound"].append((factor, bound(loads.demand, kinds).value))
-        lines["motet plan"].append((factor, float(len(make(loads, offers, goal, None, lambda jobs: ()).workers))))
-        for name in DRAWN:
-            with contextlib.suppress(CannotServe):
-                lines[name].append((factor, float(len(pack_by(RIVALS[name], loads, offers, goal).workers))))
-    lines = {name: points for name, points in lines.items() if points}
+    offers = [Offer(kind=VllmKind(name=MODELS[0], calibration=published(MODELS[0])))]
+    stairs = Cases(EXAMPLE.loads(), offers, Goal(), None, lambda jobs: (), lambda text: None).staircase(rivals=True)
+    lines = {shown: stairs[name] for name, shown in DRAWN.items() if stairs[name]}
     curves = [Curve(*np.array(points).T) for points in lines.values()]
     plot = Plot(caption="", curves=curves, unit="x the load", plain=True, steps=True, names=tuple(lines))
     PICTURE.write_bytes(svg(plot))
-    at = {name: dict(points).get(3.0) for name, points in lines.items()}
-    return {f"workers_at_3_{name.replace(' ', '_')}": workers for name, workers in at.items()}
+    return {f"workers_at_3_{name.replace(' ', '_')}": dict(points).get(3.0) for name, points in lines.items()}
 
 
 # ---- what-if

@@ -213,7 +213,7 @@ class Side:
     @classmethod
     def of(cls, seen: Seen) -> Side:
         """All adapters together."""
-        found = seen.outcome(range(int(seen.adapter.max()) + 1))
+        found = seen.outcome(seen.names)
         total = int(found.arrived.sum())
         return cls(
             attained=round(float(found.attained.sum()) / total, 4),

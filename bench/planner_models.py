@@ -30,10 +30,11 @@ from bench.planner_samples import OUT, spawn
 from bench.watch import Watch
 from motet.policies.plan.surrogate import Trees
 from motet.shared.json_files import FileError
+from motet.twin.metrics import STARVED_BELOW
 from motet.twin.surrogate import train
 from motet.twin.surrogate.models import ATTAINED, OurModels, PaperModels, not_simulated, our_models, paper_models
 from motet.twin.surrogate.samples import draw, from_cells, simulate
-from motet.twin.surrogate.table import STARVED_BELOW, Table, from_measured, from_samples
+from motet.twin.surrogate.table import Table, from_measured, from_samples
 from motet.twin.vllm.calibrate import calibrate
 from motet.twin.vllm.published import MODELS, fitted, published
 from motet.twin.vllm.runs import Measured, Run, predict, read_runs

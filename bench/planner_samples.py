@@ -3,8 +3,8 @@
     python -m bench planner_samples [--out build/planner_samples.csv] [--count 8000] [--processes 2]
 
 One line of CSV per run, in the order in which runs end. A file that exists is continued: runs that it has are not made again,
-and a last line that was cut off is made anew. So call it again until it says that all runs are there; each call ends within
-ten minutes.
+and a last line that was cut off is made anew. Each call ends within ten minutes and prints how many runs the file has. Repeat
+it until these are all.
 """
 
 from __future__ import annotations

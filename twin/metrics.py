@@ -147,12 +147,9 @@ def summary(workload: Workload, metrics: Metrics, *, end_s: float, busy_s: float
     """The figures of a run as a JSON-ready tree. Rates are per second of [0, `end_s`)."""
     times = Latencies.of(workload, metrics)
     slos = workload.slos
-    which = workload.slo if workload.slo is not None else np.zeros(len(workload), np.int64)
-    ttft_slo, tpot_slo = (np.array([getattr(slo, name) for slo in slos])[which] for name in ("ttft_slo_ms", "tpot_slo_ms"))
-    class_of = np.array([slo.slo_class for slo in slos])[which]
+    class_of = np.array([slo.slo_class for slo in slos])[workload.objective]
     rows = times.rows
-    in_ttft = times.ttft_ms <= ttft_slo[rows]
-    in_tpot = ~(times.tpot_ms > tpot_slo[rows])  # a single token has no time per token to miss
+    in_ttft, in_tpot = within(workload, rows, times.ttft_ms, times.tpot_ms)
     attained = np.zeros(len(workload), bool)
     attained[rows] = in_ttft & in_tpot
     n = max(1, len(workload))
@@ -194,6 +191,17 @@ def summary(workload: Workload, metrics: Metrics, *, end_s: float, busy_s: float
         "assign_retries": metrics.retries,
         "classes": {name: _class(times, attained, class_of == name) for name in sorted({slo.slo_class for slo in slos})},
     }
+
+
+def within(
+    workload: Workload, rows: NDArray[np.intp], ttft_ms: NDArray[np.float64], tpot_ms: NDArray[np.float64]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which of some requests are within their objectives: (TTFT, TPOT), [rows]. Both times are [rows], nan for none.
+
+    A single token has no time per token to miss.
+    """
+    goals = np.array([(slo.ttft_slo_ms, slo.tpot_slo_ms) for slo in workload.slos])[workload.objective[rows]].T
+    return ttft_ms <= goals[0], ~(tpot_ms > goals[1])
 
 
 def spread(values: NDArray[np.float64]) -> dict[str, float]:

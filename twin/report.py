@@ -14,7 +14,7 @@ import numpy as np
 from motet.policies.times.perf_model import Floats
 from motet.twin.events import PS_PER_S
 from motet.twin.figures import Result, cell, table_rows
-from motet.twin.metrics import NEVER, Latencies
+from motet.twin.metrics import NEVER, Latencies, within
 from motet.twin.plots import COLORS, Counts, Curve, Plot, Shares, svg
 
 BUCKETS = 120  # in time
@@ -147,9 +147,8 @@ def _throughput(result: Result, edges: Floats) -> Curve:
 
 def _attainment(result: Result, times: Latencies, edges: Floats) -> Curve:
     workload = result.workload
-    which = workload.slo if workload.slo is not None else np.zeros(len(workload), np.int64)
-    slos = np.array([(slo.ttft_slo_ms, slo.tpot_slo_ms) for slo in workload.slos])[which[times.rows]].T
-    good = (times.ttft_ms <= slos[0]) & ~(times.tpot_ms > slos[1])
+    in_ttft, in_tpot = within(workload, times.rows, times.ttft_ms, times.tpot_ms)
+    good = in_ttft & in_tpot
     asked, _ = np.histogram(workload.arrival_s, edges)
     kept, _ = np.histogram(workload.arrival_s[times.rows][good], edges)
     some = asked > 0

@@ -269,8 +269,7 @@ def write_trace(path: Path, workload: Workload) -> None:
         for rank, size in zip(workload.ranks.tolist(), workload.adapter_bytes.tolist(), strict=True)
     ]
     header = {"motet_trace": VERSION, "adapters": adapters, "slos": msgspec.to_builtins(list(workload.slos))}
-    slo = workload.slo if workload.slo is not None else np.zeros(len(workload), np.int64)
-    columns = (workload.arrival_s, workload.adapter, workload.prompt_tokens, workload.output_tokens, slo)
+    columns = (workload.arrival_s, workload.adapter, workload.prompt_tokens, workload.output_tokens, workload.objective)
     names = ("arrival_s", "adapter", "prompt_tokens", "output_tokens", "slo")
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(header) + "\n")

@@ -88,6 +88,11 @@ class Workload:
             yield from self._between(begin, begin + AT_ONCE)
 
     @property
+    def objective(self) -> Ints:
+        """Of each request, the place of its objective in `slos`."""
+        return self.slo if self.slo is not None else np.zeros(len(self), np.int64)
+
+    @property
     def duration_s(self) -> float:
         """Seconds from 0 to the last arrival."""
         return float(self.arrival_s[-1]) if len(self) else 0.0

@@ -36,7 +36,6 @@ class Case:
     attained: float | None = None
     valid: bool | None = None
     limit: str = ""
-    bound: float | None = None
     reason: str = ""
 
 
@@ -93,7 +92,6 @@ class Cases:
             left = without(made, change.lose)
         except CannotServe as error:
             return Case(label=change.label, reason=str(error))
-        left = replace(left, cost=sum(self.offers[worker.kind].cost for worker in left.workers))
         if self._one_seed is not None:
             left = replace(left, results=tuple(tried(left.parts, self.offers, self._one_seed, self._run)))
         return _case(change.label, left)

@@ -13,12 +13,10 @@ from motet.shared.plan import Checked, Plan, PlannedWorker
 from motet.twin.planning.check import Result
 from motet.twin.planning.kinds import Part
 from motet.twin.planning.loads import Loads
+from motet.twin.planning.study import cells
 
-WORKER_COLUMNS = (
-    *("adapters", "req/s", "S_max", "A_max", "KV tokens", "adapters MiB"),
-    *("busy", "in use", "TTFT p99", "TPOT p99", "attained", "limit"),
-)
 MOST_RANKS = 6
+LATENCIES = ("TTFT p99", "TPOT p99")
 
 
 def show(console: Console, plan: Plan, loads: Loads) -> None:
@@ -71,28 +69,17 @@ def _workers(count: int) -> str:
 
 def worker_table(workers: Sequence[PlannedWorker]) -> Table:
     """One row per worker."""
-    found = table("", *WORKER_COLUMNS, right=WORKER_COLUMNS[:-1])
-    for place, worker in enumerate(workers, start=1):
-        found.add_row(
-            f"worker {place}",
-            f"{len(worker.adapters):,}",
-            f"{sum(adapter.rate for adapter in worker.adapters):.1f}",
-            f"{worker.s_max}",
-            "-" if worker.a_max is None else f"{worker.a_max}",
-            f"{worker.kv_tokens:,}",
-            "-" if worker.adapter_bytes is None else f"{worker.adapter_bytes / (1 << 20):,.0f}",
-            f"{worker.busy:.0%}",
-            f"{worker.in_use:.1f}",
-            _ms(worker.ttft_p99_ms),
-            _ms(worker.tpot_p99_ms),
-            "-" if worker.attained is None else f"{worker.attained:.2%}",
-            worker.limit,
-        )
+    rows = [cells(worker) for worker in workers]
+    columns = list(rows[0])
+    found = table("", *columns, right=columns[:-1])
+    for place, row in enumerate(rows, start=1):
+        texts = (f"{text} ms" if column in LATENCIES and text != "-" else text for column, text in row.items())
+        found.add_row(f"worker {place}", *texts)
     return found
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f} ms"
+def _ms(value: float) -> str:
+    return f"{value:,.0f} ms"
 
 
 def checked_text(found: Checked | None) -> str:

@@ -52,7 +52,7 @@ STEPS, PULL = 40, 1.5
 ADDED, EACH = 24, 3
 """Cells that a round adds to the program, in all and of one setting."""
 KEPT = 64
-"""Cells in the program above which those that its solution does not use leave it."""
+"""The most cells that the linear program keeps. Beyond them, it drops cells that its solution does not use."""
 LEFT_OVER = 1e5
 """Price of a class that is not served, in workers."""
 

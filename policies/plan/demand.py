@@ -75,6 +75,11 @@ class Demand:
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         return replace(self, **columns if count is None else columns | {"count": count})
 
+    def shared(self, rows: Sequence[int] | NDArray[np.intp], shares: Sequence[float] | Floats) -> Demand:
+        """Some of the rows, each with a share of its rate."""
+        taken = self.take(np.asarray(rows, dtype=np.intp))
+        return replace(taken, rate=taken.rate * np.asarray(shares))
+
     def faster(self, factor: float) -> Demand:
         """The same adapters at `factor` times their rates."""
         return replace(self, rate=self.rate * factor)

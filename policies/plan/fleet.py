@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.plan.capacity import Limits, Settings, Verdict, judge_sets
+from motet.policies.plan.capacity import Limits, Settings, Verdict, judge, judge_sets
 from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.loads import Loads
 
@@ -62,10 +62,36 @@ class Packed:
     tpot_ms: float
     ttft_ms: float
 
+    @classmethod
+    def of(cls, kind: int, setting: int, rows: Sequence[int], shares: Sequence[float], said: Verdict) -> Packed:
+        """What `said`, the law's verdict on this setting alone, says of the worker."""
+        facts = ("capacity", "busy", "batch", "adapters_in_use", "miss_share", "tpot_ms", "ttft_ms", "strain")
+        return cls(
+            kind=kind,
+            rows=tuple(rows),
+            shares=tuple(shares),
+            setting=setting,
+            limit=said.limit(0),
+            **{name: float(getattr(said, name)[0]) for name in facts},
+        )
+
+    @property
+    def share_of(self) -> dict[int, float]:
+        """By row: the share of its rate."""
+        return dict(zip(self.rows, self.shares, strict=True))
+
     def demand(self, demand: Demand) -> Demand:
         """What is asked of this worker."""
-        taken = demand.take(list(self.rows))
-        return replace(taken, rate=taken.rate * np.array(self.shares))
+        return demand.shared(self.rows, self.shares)
+
+
+def placed(demand: Demand, kinds: Sequence[Kind], kind: int, setting: int, shares: Mapping[int, float]) -> Packed:
+    """A worker of a kind in a setting that serves adapters, given as row: share of its rate."""
+    rows = sorted(shares)
+    part = [shares[row] for row in rows]
+    one, at = kinds[kind], np.array([setting])
+    said = judge(demand.shared(rows, part), one.settings.take(at), one.limits.at(at))
+    return Packed.of(kind, setting, rows, part, said)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +192,4 @@ class Adapters:
         worker = self.worker(kind, sorted(rows))
         chosen = worker.setting if setting is None else setting
         said = self._verdict(kind, worker.load, np.array([chosen]))
-        facts = ("capacity", "busy", "batch", "adapters_in_use", "miss_share", "tpot_ms", "ttft_ms", "strain")
-        return Packed(
-            kind=kind,
-            rows=tuple(worker.rows),
-            shares=(1.0,) * len(worker.rows),
-            setting=chosen,
-            limit=said.limit(0),
-            **{name: float(getattr(said, name)[0]) for name in facts},
-        )
+        return Packed.of(kind, chosen, worker.rows, (1.0,) * len(worker.rows), said)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from motet.policies.plan.capacity import judge
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import CannotServe, Kind, Packed
+from motet.policies.plan.fleet import CannotServe, Kind, Packed, placed
 
 
 def taken_over(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed], gone: Collection[int]) -> list[Packed]:
@@ -19,7 +17,7 @@ def taken_over(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed],
     One that has copies elsewhere is shared by these. Settings stay. Raises CannotServe if no worker takes an adapter's rank.
     """
     left = [worker for place, worker in enumerate(workers) if place not in gone]
-    shares = [dict(zip(worker.rows, worker.shares, strict=True)) for worker in left]
+    shares = [worker.share_of for worker in left]
     lost = sorted({row for place in gone for row in workers[place].rows}, key=lambda row: (-demand.rate[row], row))
     for row in lost:
         homes = [mine for mine in shares if row in mine]
@@ -39,22 +37,4 @@ def taken_over(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed],
 
 def with_shares(demand: Demand, kinds: Sequence[Kind], worker: Packed, shares: Mapping[int, float]) -> Packed:
     """A worker with other adapters, given as row: share of its rate, in the same setting."""
-    rows = sorted(shares)
-    part = [shares[row] for row in rows]
-    taken = demand.take(rows)
-    kind, at = kinds[worker.kind], np.array([worker.setting])
-    said = judge(replace(taken, rate=taken.rate * np.array(part)), kind.settings.take(at), kind.limits.at(at))
-    return replace(
-        worker,
-        rows=tuple(rows),
-        shares=tuple(part),
-        limit=said.limit(0),
-        strain=float(said.strain[0]),
-        capacity=float(said.capacity[0]),
-        busy=float(said.busy[0]),
-        batch=float(said.batch[0]),
-        adapters_in_use=float(said.adapters_in_use[0]),
-        miss_share=float(said.miss_share[0]),
-        tpot_ms=float(said.tpot_ms[0]),
-        ttft_ms=float(said.ttft_ms[0]),
-    )
+    return placed(demand, kinds, worker.kind, worker.setting, shares)

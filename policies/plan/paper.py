@@ -46,7 +46,7 @@ def by_law(kind: Kind, *, served: float | None = None) -> Predict:
 
 @dataclass(slots=True)
 class _Gpu:
-    """A GPU's adapters: those that passed a test, those since, and its A_max."""
+    """A GPU: the adapters that passed its last test, the adapters that were added after it, and A_max."""
 
     kept: list[int] = field(default_factory=list)
     tried: list[int] = field(default_factory=list)

@@ -16,7 +16,7 @@ the next larger one; where there is none, the memory does not suffice and the se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from motet.policies.cluster.placement import Room, preload
 from motet.policies.plan.capacity import judge
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packed, Packing
+from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packed, Packing, placed
 from motet.policies.plan.paper import greedy
 from motet.policies.plan.prefixes import by_prefixes, zigzag
 
@@ -127,20 +127,24 @@ def _packing(
     for rows, most in zip(groups, a_max, strict=True):
         if not rows:
             continue
-        chosen = sorted(rows)
-        part = np.ones(len(chosen)) if shares is None else shares[chosen]
-        asked = demand.take(chosen)
-        setting = _setting(kind, float(asked.rank.max()), most)
-        facts = _facts(replace(asked, rate=asked.rate * part), kind, setting)
-        workers.append(replace(facts, rows=tuple(chosen), shares=tuple(part.tolist())))
+        part = dict.fromkeys(sorted(rows), 1.0) if shares is None else {row: float(shares[row]) for row in sorted(rows)}
+        setting = _setting(kind, float(demand.rank[rows].max()), most)
+        workers.append(placed(demand, [kind], 0, setting, part) if setting != NO_SETTING else _without_room(part))
     return Packing(workers=tuple(workers), cost=kind.cost * len(workers))
 
 
-def _facts(asked: Demand, kind: Kind, setting: int) -> Packed:
-    if setting != NO_SETTING:
-        return Adapters(asked, [kind]).packed(0, range(len(asked)), setting)
+def _without_room(shares: Mapping[int, float]) -> Packed:
+    """A worker whose adapters need more slots than its memory has."""
     unknown = dict.fromkeys(("capacity", "busy", "batch", "adapters_in_use", "miss_share", "tpot_ms", "ttft_ms"), math.nan)
-    return Packed(kind=0, rows=(), shares=(), setting=NO_SETTING, strain=math.inf, limit="adapter memory", **unknown)
+    return Packed(
+        kind=0,
+        rows=tuple(shares),
+        shares=tuple(shares.values()),
+        setting=NO_SETTING,
+        strain=math.inf,
+        limit="adapter memory",
+        **unknown,
+    )
 
 
 def _setting(kind: Kind, rank: float, a_max: int) -> int:

@@ -1,4 +1,4 @@
-"""`motet plan` from end to end: what it prints and writes, its status, and its errors."""
+"""`motet plan` from end to end: its output, its files, its exit status and its errors."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ import pytest
 
 from bench import planner_samples
 from bench.watch import Watch
+from motet.policies.plan.paper import TESTING_POINTS
 from motet.twin.surrogate import samples
 from motet.twin.surrogate.samples import COLUMNS, Description, draw, from_cells, requests, simulate, to_line
 from motet.twin.surrogate.table import from_samples
 from motet.twin.traces import FileError
-from motet.twin.vllm.law import DEFAULT_SLOTS
 from motet.twin.vllm.tables import rows
 
 
@@ -45,7 +45,7 @@ def test_paper_runs_keep_to_the_papers_grid_and_both_models_have_as_many() -> No
     runs = draw(64)
     for run in runs:
         if run.paper:
-            assert {run.adapters, run.a_max} <= set(DEFAULT_SLOTS)
+            assert {run.adapters, run.a_max} <= set(TESTING_POINTS)
             assert run.a_max <= run.adapters
             assert run.s_max == max(run.ranks)
     counts = Counter((run.profile, run.paper) for run in runs)

@@ -9,33 +9,13 @@ import pytest
 
 from motet.twin.vllm.client import ApiServer, Outcome, Requests
 from motet.twin.vllm.engine import EngineConfig, SimulatedVllm
-from motet.twin.vllm.steps import TERMS, VllmStepModel
-from motet.twin.vllm.workload import arrivals, lengths
+from motet.twin.vllm.steps import VllmStepModel
+from tests.twin.support_vllm import TEN_MS, drawn, model, work
 
 QUIET = ApiServer(series_s=0.0, name_s=0.0)
 
 
-def model(**ms: float) -> VllmStepModel:
-    """A step model with the given milliseconds per unit; the others cost nothing."""
-    weights = {term: ms.get(term, 0.0) for term in TERMS}
-    return VllmStepModel(ms=weights, load_full_ms=5.0, load_padded_ms=8.0, scan_us=0.0, listed_us=0.0)
-
-
-TEN_MS = model(constant=10.0)
 MIXED = model(constant=12.0, tokens=0.01, rows=0.005, context_ktokens=0.06, mixed_context_ktokens=0.1, adapter=0.3)
-
-
-def work(*requests: tuple[float, int, int, int], ranks: tuple[int, ...] = (8, 8, 8), duration_s: float = 100.0) -> Requests:
-    """Requests as (arrival in seconds, adapter, prompt tokens, output tokens)."""
-    arrival, adapter, prompt, output = (list(column) for column in zip(*requests, strict=True))
-    return Requests(
-        arrival_s=[float(t) for t in arrival],
-        adapter=[int(a) for a in adapter],
-        prompt_tokens=[int(t) for t in prompt],
-        output_tokens=[int(t) for t in output],
-        ranks=list(ranks),
-        duration_s=duration_s,
-    )
 
 
 def engine(
@@ -103,16 +83,7 @@ def test_a_request_larger_than_the_cache_is_refused() -> None:
     ("rate", "kv_tokens", "a_max"), [(0.2, 1 << 20, 4), (1.5, 1 << 20, 4), (1.5, 6_000, 12), (4.0, 20_000, 4)]
 )
 def test_advancing_many_steps_in_one_go_is_exact(rate: float, kv_tokens: int, a_max: int) -> None:
-    rng = np.random.default_rng(3)
-    times, adapters = arrivals([rate] * 12, 60.0, seed=1)
-    asked = Requests(
-        arrival_s=times,
-        adapter=adapters,
-        prompt_tokens=lengths(len(times), 200, 1024, rng),
-        output_tokens=lengths(len(times), 150, 1024, rng),
-        ranks=[8] * 12,
-        duration_s=60.0,
-    )
+    asked = drawn(rate, 12, 60.0)
     runs = [engine(asked, MIXED, a_max, kv_tokens, advance_in_one_go=one_go) for one_go in (True, False)]
     fast, slow = (run.run() for run in runs)
     assert _counts(fast) == _counts(slow)

@@ -14,29 +14,14 @@ from motet.twin.vllm.client import ApiServer, Requests
 from motet.twin.vllm.engine import EngineConfig
 from motet.twin.vllm.published import FILE, published, with_linear_memory
 from motet.twin.vllm.serving import Objectives, Served, percentile_by_group, serve
-from motet.twin.vllm.steps import TERMS, VllmStepModel
-from motet.twin.vllm.workload import arrivals, lengths
-
-TEN_MS = VllmStepModel(
-    ms={term: 10.0 if term == "constant" else 0.0 for term in TERMS},
-    load_full_ms=5.0,
-    load_padded_ms=5.0,
-    scan_us=0.0,
-    listed_us=0.0,
-)
+from motet.twin.vllm.steps import TERMS
+from tests.twin.support_vllm import TEN_MS, drawn
+from tests.twin.support_vllm import work as requests_at
 
 
 def work(*requests: tuple[float, int, int, int], adapters: int = 2, duration_s: float = 10.0) -> Requests:
     """Requests as (arrival in seconds, adapter, prompt tokens, output tokens)."""
-    arrival, adapter, prompt, output = (list(column) for column in zip(*requests, strict=True))
-    return Requests(
-        arrival_s=[float(t) for t in arrival],
-        adapter=[int(a) for a in adapter],
-        prompt_tokens=[int(t) for t in prompt],
-        output_tokens=[int(t) for t in output],
-        ranks=[8] * adapters,
-        duration_s=duration_s,
-    )
+    return requests_at(*requests, ranks=(8,) * adapters, duration_s=duration_s)
 
 
 def served(asked: Requests, ttft_ms: float = 1e3, tpot_ms: float = 50.0, warm_s: float = 0.0, **options: float) -> Served:
@@ -114,20 +99,11 @@ def test_a_warm_up_of_the_whole_window_is_refused() -> None:
 
 
 def test_totals_agree_with_the_simulated_run() -> None:
-    rng = np.random.default_rng(3)
-    times, adapters = arrivals([0.6] * 6, 200.0, seed=1)
-    asked = Requests(
-        arrival_s=times,
-        adapter=adapters,
-        prompt_tokens=lengths(len(times), 200, 1024, rng),
-        output_tokens=lengths(len(times), 150, 1024, rng),
-        ranks=[8] * 6,
-        duration_s=200.0,
-    )
+    asked = drawn(0.6, 6, 200.0)
     found = served(asked)
     tokens = sum(asked.prompt_tokens) + sum(asked.output_tokens)
     assert found.tok_s == pytest.approx(tokens / 200.0, rel=0.03)
-    assert found.arrived.sum() == len(times)
+    assert found.arrived.sum() == len(asked.arrival_s)
     assert found.running_mean == pytest.approx(3.6 * 150 * 0.010, rel=0.15)  # Little's law: rate x time in the batch
     assert found.loads > 6  # two slots for six adapters
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from motet.twin.metrics import STARVED_BELOW
 from motet.twin.planning.kinds import Kind, Outcome, Part
 from motet.twin.planning.loads import Loads
 
 SURE = 3.0
 """An adapter with few requests misses its objective only if so many standard deviations cannot explain its misses."""
-STARVED_BELOW = 0.9  # adapter-caching paper, section 8: of an adapter's requests
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,14 +85,14 @@ def divided(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed], to
         if not able:
             raise CannotServe(f"{total} workers are needed, and {len(found)} are allowed")
         worker = found.pop(max(able, key=lambda place: found[place].strain))
-        halves = {row: share / 2.0 for row, share in zip(worker.rows, worker.shares, strict=True)}
+        halves = {row: share / 2.0 for row, share in worker.share_of.items()}
         found += [with_shares(demand, kinds, worker, halves)] * 2
     return found
 
 
 def _restated(demand: Demand, kinds: Sequence[Kind], workers: Sequence[Packed]) -> list[Packed]:
     """Workers that were packed for more load, as the law judges them at this one."""
-    return [with_shares(demand, kinds, worker, dict(zip(worker.rows, worker.shares, strict=True))) for worker in workers]
+    return [with_shares(demand, kinds, worker, worker.share_of) for worker in workers]
 
 
 def alike(propose: Propose, kinds: Sequence[Kind], together: frozenset[int]) -> list[Packed]:

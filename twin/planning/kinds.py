@@ -16,7 +16,7 @@ from motet.policies.plan.native import native_settings, token_bytes
 from motet.policies.plan.native_steps import LinearSteps, MeasuredSteps
 from motet.policies.times.perf_model import MIB
 from motet.twin.cluster import BusDelays, Cluster
-from motet.twin.metrics import NEVER, Latencies
+from motet.twin.metrics import NEVER, Latencies, within
 from motet.twin.planning.loads import Loads
 from motet.twin.profile import TwinProfile
 from motet.twin.scheduler import SchedulerSpec
@@ -103,26 +103,19 @@ class VllmKind:
         return [self._one(part, seed + place, warm_s, duration_s) for place, part in enumerate(parts)]
 
     def _one(self, part: Part, seed: int, warm_s: float, duration_s: float) -> Outcome:
-        law, loads = self.settings, part.loads
+        loads = part.loads
         work = loads.workload(np.random.default_rng(seed), duration_s, most_tokens=VLLM_MOST_TOKENS)
-        config = EngineConfig(
-            a_max=int(law.slots[part.setting]),
-            s_max=int(law.max_rank[part.setting]),
-            kv_tokens=int(law.kv_tokens[part.setting]),
-            max_num_seqs=self.seats,
-            max_batched_tokens=STEP_TOKENS,
-        )
-        requests = Requests(
-            arrival_s=work.arrival_s.tolist(),
-            adapter=np.where(work.adapter < 0, int(loads.rank.argmin()), work.adapter).tolist(),
-            prompt_tokens=work.prompt_tokens.tolist(),
-            output_tokens=work.output_tokens.tolist(),
-            ranks=loads.rank.tolist(),
-            duration_s=duration_s,
-        )
+        requests = sent(work, loads, duration_s)
         goals = [loads.objectives[index].slo for index in loads.objective.tolist()]
         objectives = Objectives(np.array([g.ttft_slo_ms for g in goals]), np.array([g.tpot_slo_ms for g in goals]))
-        served = serve(config, self.calibration.steps, requests, objectives, warm_s, request_s=self.calibration.api.request_s)
+        served = serve(
+            self.config(part.setting),
+            self.calibration.steps,
+            requests,
+            objectives,
+            warm_s,
+            request_s=self.calibration.api.request_s,
+        )
         return Outcome(
             arrived=served.arrived,
             served=served.served,
@@ -131,6 +124,17 @@ class VllmKind:
             in_tpot=int(served.in_tpot),
             ttft_p99_ms=served.ttft_p99_ms,
             tpot_p99_ms=served.tpot_p99_ms,
+        )
+
+    def config(self, setting: int) -> EngineConfig:
+        """vLLM as its `flags` start it."""
+        law = self.settings
+        return EngineConfig(
+            a_max=int(law.slots[setting]),
+            s_max=int(law.max_rank[setting]),
+            kv_tokens=int(law.kv_tokens[setting]),
+            max_num_seqs=self.seats,
+            max_batched_tokens=STEP_TOKENS,
         )
 
     def flags(self, setting: int, adapters: int) -> str:
@@ -174,19 +178,20 @@ class NativeKind:
 
     def simulate(self, parts: Sequence[Part], *, seed: int, warm_s: float, duration_s: float) -> list[Outcome]:
         """See `Kind`. Motet's schedulers decide; each worker starts with the adapters of its part."""
-        place_of = {name: place for place, name in enumerate(joined([part.loads for part in parts]).names)}
         seen = self.seen(parts, seed=seed, warm_s=warm_s, duration_s=duration_s)
-        return [seen.outcome([place_of[name] for name in part.loads.names]) for part in parts]
+        return [seen.outcome(part.loads.names) for part in parts]
 
     def requests(self, parts: Sequence[Part], *, seed: int, duration_s: float) -> Workload:
         """The requests of all parts, drawn anew. Their adapters are those of the `joined` parts."""
-        everything = joined([part.loads for part in parts])
+        return self._drawn(joined([part.loads for part in parts]), seed, duration_s)
+
+    def _drawn(self, everything: Loads, seed: int, duration_s: float) -> Workload:
         return everything.workload(np.random.default_rng(seed), duration_s, most_tokens=self.profile.limits.max_model_len)
 
     def seen(self, parts: Sequence[Part], *, seed: int, warm_s: float, duration_s: float) -> Seen:
         """What happens to the `requests` of all parts."""
         everything = joined([part.loads for part in parts])
-        work = self.requests(parts, seed=seed, duration_s=duration_s)
+        work = self._drawn(everything, seed, duration_s)
         most = max(len(part.loads) for part in parts)
         hops = self.profile.hops
         cluster = Cluster(
@@ -236,6 +241,23 @@ class NativeKind:
         return size / (size + float(law.kv_tokens[setting]) * token) if token else None
 
 
+def rows_of(work: Workload, loads: Loads) -> Ints:
+    """The row of `loads` of each of the requests that were drawn from them."""
+    return np.where(work.adapter < 0, int(loads.rank.argmin()), work.adapter)
+
+
+def sent(work: Workload, loads: Loads, duration_s: float) -> Requests:
+    """Requests that were drawn from `loads`, as a server with vLLM gets them."""
+    return Requests(
+        arrival_s=work.arrival_s.tolist(),
+        adapter=rows_of(work, loads).tolist(),
+        prompt_tokens=work.prompt_tokens.tolist(),
+        output_tokens=work.output_tokens.tolist(),
+        ranks=loads.rank.tolist(),
+        duration_s=duration_s,
+    )
+
+
 def joined(parts: Sequence[Loads]) -> Loads:
     """The adapters of several parts, each once with the sum of its rates."""
     place: dict[str, int] = {}
@@ -267,6 +289,7 @@ def joined(parts: Sequence[Loads]) -> Loads:
 class Seen:
     """What happened to each request of a cluster, [requests]."""
 
+    names: tuple[str, ...]  # of the adapters
     adapter: Ints
     counted: NDArray[np.bool_]
     done: NDArray[np.bool_]
@@ -280,22 +303,22 @@ class Seen:
         cls, work: Workload, loads: Loads, warm_s: float, *, done: NDArray[np.bool_], ttft_ms: Floats, tpot_ms: Floats
     ) -> Seen:
         """From the times of requests that were drawn from `loads`; those after `warm_s` count."""
-        slo = np.zeros(len(work), np.int64) if work.slo is None else work.slo
-        goals = np.array([(one.slo.ttft_slo_ms, one.slo.tpot_slo_ms) for one in loads.objectives])[slo].T
+        in_ttft, in_tpot = within(work, np.arange(len(work)), ttft_ms, tpot_ms)
         return cls(
-            adapter=np.where(work.adapter < 0, int(loads.rank.argmin()), work.adapter),
+            names=loads.names,
+            adapter=rows_of(work, loads),
             counted=work.arrival_s >= warm_s,
             done=done,
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
-            in_ttft=done & (ttft_ms <= goals[0]),
-            in_tpot=done & ~(tpot_ms > goals[1]),
+            in_ttft=done & in_ttft,
+            in_tpot=done & in_tpot,
         )
 
-    def outcome(self, adapters: Sequence[int]) -> Outcome:
-        """Of the requests on these adapters."""
-        place = np.full(int(max(self.adapter.max(initial=0), max(adapters))) + 1, -1)
-        place[list(adapters)] = np.arange(len(adapters))
+    def outcome(self, adapters: Sequence[str]) -> Outcome:
+        """Of the requests on these adapters, given by name."""
+        at = {name: place for place, name in enumerate(adapters)}
+        place = np.array([at.get(name, -1) for name in self.names])
         mine = self.counted & (place[self.adapter] >= 0)
 
         def each(chosen: NDArray[np.bool_]) -> Ints:

@@ -152,7 +152,6 @@ def from_workload(workload: Workload, objectives: Sequence[Objective], *, percen
     named = {objective.slo.slo_class: objective for objective in objectives}
     classes = tuple(named.get(slo.slo_class, Objective(slo=slo)) for slo in workload.slos)
     which = np.where(workload.adapter < 0, len(workload.ranks), workload.adapter)
-    slo = workload.slo if workload.slo is not None else np.zeros(len(workload), np.int64)
     asked = np.bincount(which, minlength=len(workload.ranks) + 1)
     rows = np.flatnonzero(asked)
     pools = [Lengths(workload.prompt_tokens, workload.output_tokens)]
@@ -161,7 +160,7 @@ def from_workload(workload: Workload, objectives: Sequence[Objective], *, percen
     parts = np.split(order, np.cumsum(asked)[:-1])
     for place, row in enumerate(rows.tolist()):
         mine = parts[row]
-        objective[place] = np.bincount(slo[mine]).argmax()
+        objective[place] = np.bincount(workload.objective[mine]).argmax()
         if len(mine) >= OWN_LENGTHS:
             pool[place] = len(pools)
             pools.append(Lengths(workload.prompt_tokens[mine], workload.output_tokens[mine]))

@@ -8,13 +8,15 @@ from html import escape
 import numpy as np
 
 from motet.shared.plan import Plan, PlannedWorker
+from motet.twin.planning.study import cells
 from motet.twin.plots import Counts, Curve, Plot, Shares
 from motet.twin.report import STYLE, figure
 
 Points = Sequence[tuple[float, float]]
+MS = ", ms"
 COLUMNS = (
     *("worker", "kind", "adapters", "req/s", "S_max", "A_max"),
-    *("busy", "in use", "TTFT p99, ms", "TPOT p99, ms", "attained", "limit"),
+    *("busy", "in use", f"TTFT p99{MS}", f"TPOT p99{MS}", "attained", "limit"),
 )
 
 
@@ -33,21 +35,9 @@ def html(title: str, lines: Sequence[str], plan: Plan, stairs: Mapping[str, Poin
 
 
 def _row(place: int, worker: PlannedWorker) -> str:
-    cells = (
-        str(place),
-        worker.kind,
-        f"{len(worker.adapters):,}",
-        f"{sum(adapter.rate for adapter in worker.adapters):.1f}",
-        str(worker.s_max),
-        "-" if worker.a_max is None else str(worker.a_max),
-        f"{worker.busy:.0%}",
-        f"{worker.in_use:.1f}",
-        "-" if worker.ttft_p99_ms is None else f"{worker.ttft_p99_ms:,.0f}",
-        "-" if worker.tpot_p99_ms is None else f"{worker.tpot_p99_ms:,.0f}",
-        "-" if worker.attained is None else f"{worker.attained:.2%}",
-        worker.limit,
-    )
-    return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    shown = cells(worker)
+    texts = (str(place), worker.kind, *(shown[column.removesuffix(MS)] for column in COLUMNS[2:]))
+    return "".join(f"<td>{escape(text)}</td>" for text in texts)
 
 
 def _pictures(plan: Plan, stairs: Mapping[str, Points], attained: Points, day: Points) -> list[str]:

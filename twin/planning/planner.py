@@ -14,8 +14,8 @@ import numpy as np
 from motet.policies.plan import fleet
 from motet.policies.plan.capacity import Limits
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import CannotServe, Packed
-from motet.policies.plan.loss import taken_over, with_shares
+from motet.policies.plan.fleet import CannotServe, Packed, placed
+from motet.policies.plan.loss import taken_over
 from motet.policies.plan.packing import pack_onto
 from motet.twin.planning.check import Result, Run, check
 from motet.twin.planning.counts import Question, workers_for
@@ -70,8 +70,8 @@ class Made:
 
     loads: Loads  # with the headroom
     workers: tuple[Packed, ...]
-    kinds: tuple[fleet.Kind, ...]  # with the limits that it was made with
-    cost: float
+    offers: tuple[Offer, ...]
+    kinds: tuple[fleet.Kind, ...]  # of the offers, with the limits that it was made with
     rounds: int
     results: tuple[Result, ...] = ()
     left: Made | None = None
@@ -82,6 +82,11 @@ class Made:
         """Every worker keeps its objectives in the twin, and so does every one that is left after a loss."""
         whole = bool(self.results) and all(result.valid for result in self.results)
         return whole and (self.left is None or self.left.valid)
+
+    @property
+    def cost(self) -> float:
+        """Of all workers."""
+        return sum(self.offers[worker.kind].cost for worker in self.workers)
 
     @property
     def parts(self) -> list[tuple[int, Part]]:
@@ -132,8 +137,7 @@ def make(
             if made is None:
                 raise
             return made  # tighter limits leave no plan
-        cost = sum(offers[worker.kind].cost for worker in workers)
-        made = Made(loads=loads, workers=workers, kinds=tuple(kinds), cost=cost, rounds=round_)
+        made = Made(loads=loads, workers=workers, offers=tuple(offers), kinds=tuple(kinds), rounds=round_)
         if trial is None:
             return made
         say(f"round {round_}: simulating {len(workers)} workers")
@@ -166,17 +170,9 @@ def fewer(
             packed = pack_onto(made.loads.demand, [only], [len(made.workers) - 1]).workers
         except CannotServe:
             return made
-        workers = tuple(
-            with_shares(
-                made.loads.demand,
-                made.kinds,
-                replace(worker, setting=setting),
-                dict(zip(worker.rows, worker.shares, strict=True)),
-            )
-            for worker in packed
-        )
+        workers = tuple(placed(made.loads.demand, made.kinds, 0, setting, worker.share_of) for worker in packed)
         say(f"simulating {len(workers)} workers")
-        less = replace(made, workers=workers, cost=offers[0].cost * len(workers))
+        less = replace(made, workers=workers)
         less = replace(less, results=tuple(tried(less.parts, offers, trial, run)))
         if not less.valid:
             return made
@@ -209,8 +205,7 @@ def pack_by(packer: Packer, loads: Loads, offers: Sequence[Offer], goal: Goal) -
     workers = tuple(packer(loads.demand, kinds).workers)
     if lacking := sum(worker.setting < 0 for worker in workers):
         raise CannotServe(f"{lacking} of {len(workers)} workers have no memory for so many adapter slots")
-    cost = sum(offers[worker.kind].cost for worker in workers)
-    return Made(loads=loads, workers=workers, kinds=tuple(kinds), cost=cost, rounds=1)
+    return Made(loads=loads, workers=workers, offers=tuple(offers), kinds=tuple(kinds), rounds=1)
 
 
 def tried(
@@ -286,7 +281,7 @@ def breaking(
 
 def without(made: Made, lost: int) -> Made:
     """The plan when its `lost` most loaded workers are gone, and the others have taken over their adapters."""
-    rates = [float((made.loads.rate[list(worker.rows)] * np.array(worker.shares)).sum()) for worker in made.workers]
+    rates = [float(part.loads.rate.sum()) for _, part in made.parts]
     gone = set(np.argsort(rates)[-lost:].tolist()) if lost else set()
     left = taken_over(made.loads.demand, made.kinds, made.workers, gone)
     return replace(made, workers=tuple(left), results=(), left=None)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from motet.policies.plan.capacity import judge
 from motet.policies.plan.fleet import Packed
+from motet.policies.plan.loss import with_shares
+from motet.policies.times.perf_model import MIB
 from motet.shared.plan import VERSION, Checked, Plan, PlannedAdapter, PlannedKind, PlannedObjective, PlannedWorker
+from motet.twin.figures import cell
 from motet.twin.planning.check import Result
 from motet.twin.planning.kinds import Kind, Part
 from motet.twin.planning.loads import Loads
@@ -24,9 +25,9 @@ def written(
     parts = made.parts
     most = {number: max(len(part.loads) for other, part in parts if other == number) for number, _ in parts}
     workers = []
-    for (number, part), result in zip(parts, results, strict=True):
+    for worker, (number, part), result in zip(made.workers, parts, results, strict=True):
         kind = offers[number].kind
-        workers.append(_worker(kind, part, result, adapters=most[number] if kind.together else len(part.loads)))
+        workers.append(_worker(kind, worker, part, result, adapters=most[number] if kind.together else len(part.loads)))
     return Plan(
         motet_plan=VERSION,
         objective=goal.objective,
@@ -41,10 +42,9 @@ def written(
     )
 
 
-def _worker(kind: Kind, part: Part, result: Result | None, *, adapters: int) -> PlannedWorker:
+def _worker(kind: Kind, worker: Packed, part: Part, result: Result | None, *, adapters: int) -> PlannedWorker:
     """A worker of a plan, started for so many adapters."""
     law, at = kind.settings, part.setting
-    verdict = judge(part.loads.demand, law)
     slots, size = float(law.slots[at]), float(law.adapter_bytes[at])
     order = np.argsort(-part.loads.rate, kind="stable").tolist()
     return PlannedWorker(
@@ -59,9 +59,9 @@ def _worker(kind: Kind, part: Part, result: Result | None, *, adapters: int) -> 
         kv_tokens=int(law.kv_tokens[at]),
         adapter_bytes=int(size) if np.isfinite(size) else None,
         adapter_share=kind.adapter_share(at),
-        busy=float(verdict.busy[at]),
-        in_use=float(verdict.adapters_in_use[at]),
-        limit=verdict.limit(at),
+        busy=worker.busy,
+        in_use=worker.adapters_in_use,
+        limit=worker.limit,
         ttft_p99_ms=None if result is None else _finite(result.ttft_p99_ms),
         tpot_p99_ms=None if result is None else _finite(result.tpot_p99_ms),
         attained=None if result is None else result.share,
@@ -71,6 +71,24 @@ def _worker(kind: Kind, part: Part, result: Result | None, *, adapters: int) -> 
 
 def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
+
+
+def cells(worker: PlannedWorker) -> dict[str, str]:
+    """A worker of a plan as text, by column. Latencies are in ms, without the unit."""
+    return {
+        "adapters": f"{len(worker.adapters):,}",
+        "req/s": f"{sum(adapter.rate for adapter in worker.adapters):.1f}",
+        "S_max": str(worker.s_max),
+        "A_max": cell(worker.a_max, "d"),
+        "KV tokens": f"{worker.kv_tokens:,}",
+        "adapters MiB": cell(None if worker.adapter_bytes is None else worker.adapter_bytes / MIB, ",.0f"),
+        "busy": f"{worker.busy:.0%}",
+        "in use": f"{worker.in_use:.1f}",
+        "TTFT p99": cell(worker.ttft_p99_ms, ",.0f"),
+        "TPOT p99": cell(worker.tpot_p99_ms, ",.0f"),
+        "attained": cell(worker.attained, ".2%"),
+        "limit": worker.limit,
+    }
 
 
 def checked(
@@ -166,28 +184,19 @@ def explained(made: Made, offers: Sequence[Offer], name: str) -> list[str]:
         if rank > largest:
             lines.append(f"Not on {where}, whose largest rank is {largest}.")
             continue
-        here = place in homes
-        with_it = _strained(made, worker, row, add=not here)
-        if here:
-            without_it = _strained(made, worker, row, add=False, leave=True)
+        shares = worker.share_of
+        with_it = _strained(made, worker, {row: 1.0} | shares)
+        if place in homes:
+            without_it = _strained(made, worker, {other: share for other, share in shares.items() if other != row})
             lines.append(f"On {where}: {with_it}; {without_it} without it.")
         else:
             lines.append(f"With it {where} would have {with_it}.")
     return lines
 
 
-def _strained(made: Made, worker: Packed, row: int, *, add: bool, leave: bool = False) -> str:
-    """What binds first on a worker with an adapter more or less, and at which share of what is allowed."""
-    shares = dict(zip(worker.rows, worker.shares, strict=True))
-    if add:
-        shares[row] = 1.0
-    if leave:
-        del shares[row]
+def _strained(made: Made, worker: Packed, shares: Mapping[int, float]) -> str:
+    """What binds first on a worker with these adapters, and at which share of what is allowed."""
     if not shares:
         return "nothing"
-    rows = sorted(shares)
-    demand = made.loads.demand.take(rows)
-    demand = replace(demand, rate=demand.rate * np.array([shares[one] for one in rows]))
-    kind = made.kinds[worker.kind]
-    verdict = judge(demand, kind.settings, kind.limits)
-    return f"{verdict.limit(worker.setting)} at {float(verdict.strain[worker.setting]):.0%} of what is allowed"
+    found = with_shares(made.loads.demand, made.kinds, worker, shares)
+    return f"{found.limit} at {found.strain:.0%} of what is allowed"

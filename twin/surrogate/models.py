@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from motet.policies.plan import features
 from motet.policies.plan.demand import Floats
 from motet.policies.plan.surrogate import Trees
+from motet.twin.metrics import STARVED_BELOW
 from motet.twin.surrogate import train
 from motet.twin.surrogate.samples import SEED, draw
-from motet.twin.surrogate.table import STARVED_BELOW, Table
+from motet.twin.surrogate.table import Table
 
 LEAST_TOK_S = 1.0  # an SVM's answer may be negative
 LOAD = [name for name in features.LAW if name not in ("ttft_share", "tpot_share")]

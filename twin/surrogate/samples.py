@@ -26,9 +26,10 @@ from scipy.stats import qmc
 
 from motet.policies.plan.capacity import LIMITS, Verdict, judge
 from motet.policies.plan.demand import Demand
+from motet.policies.plan.paper import TESTING_POINTS
 from motet.twin.vllm.client import PORTS, Requests
 from motet.twin.vllm.engine import EngineConfig
-from motet.twin.vllm.law import DEFAULT_SLOTS, settings
+from motet.twin.vllm.law import settings
 from motet.twin.vllm.published import MODELS, published
 from motet.twin.vllm.runs import ANSWERED_SHARE
 from motet.twin.vllm.serving import Objectives, serve
@@ -245,8 +246,8 @@ def _placed(drawn: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
 def _paper(profile: str, point: list[float]) -> dict[str, Any]:
     prompt_tokens, output_tokens = PAPER_TOKENS[profile]
     ranks = _of(TRIPLES_OF_RANKS, point[2])
-    slots = [a for a in DEFAULT_SLOTS if a in _slots(profile, max(ranks))]
-    adapters = _of(DEFAULT_SLOTS, point[0])
+    slots = [a for a in TESTING_POINTS if a in _slots(profile, max(ranks))]
+    adapters = _of(TESTING_POINTS, point[0])
     return {
         "profile": profile,
         "paper": True,

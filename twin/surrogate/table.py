@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from motet.policies.plan import features
 from motet.policies.plan.capacity import judge
 from motet.policies.plan.demand import Demand, Floats
+from motet.twin.metrics import STARVED_BELOW
 from motet.twin.surrogate.samples import SEATS, Description, Labels
 from motet.twin.vllm.law import settings
 from motet.twin.vllm.published import MODELS, published
 from motet.twin.vllm.runs import ANSWERED_SHARE, CLIENT_SEED, Measured, Run
 
-STARVED_BELOW = 0.9
 SERVED_LEAST = 1e-3  # of very few requests none may have ended
 PROFILES = {model: profile for profile, model in MODELS.items()}
 

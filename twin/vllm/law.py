@@ -10,12 +10,10 @@ from numpy.typing import NDArray
 
 from motet.policies.plan.capacity import Mix, Settings
 from motet.policies.plan.demand import Demand, Floats
+from motet.policies.plan.paper import TESTING_POINTS
 from motet.twin.vllm.calibrate import STEP_TOKENS, Calibration
 from motet.twin.vllm.engine import KV_BLOCK_TOKENS
 from motet.twin.vllm.steps import TERMS, VllmStepModel, features
-
-DEFAULT_SLOTS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
-"""Numbers of slots among which a plan chooses: the paper's testing points (section 7)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class VllmSteps:
 
 
 def settings(
-    calibration: Calibration, *, slots: Sequence[int] = DEFAULT_SLOTS, ranks: Sequence[int] | None = None, seats: int = 256
+    calibration: Calibration, *, slots: Sequence[int] = TESTING_POINTS, ranks: Sequence[int] | None = None, seats: int = 256
 ) -> Settings:
     """Every (A_max, S_max) of which the KV size is known. `ranks`: those of S_max to choose from, by default all."""
     found = []

@@ -70,7 +70,7 @@ def outcome(
 ) -> Outcome:
     """The outcome of a worker whose adapters got so many requests. By default all were served and attained.
 
-    Those that did not attain missed what is above its objective; TTFT if nothing is.
+    Requests that did not attain their objectives missed TPOT if `tpot_ms` is above its objective, otherwise TTFT.
     """
     done = arrived if attained is None else attained
     late = "tpot" if tpot_ms > TPOT_MS else "ttft"

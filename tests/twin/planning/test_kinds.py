@@ -157,7 +157,7 @@ def test_native_workers_beyond_their_capacity_serve_and_attain_less() -> None:
 
 
 def seen(ttft_ms: list[float], tpot_ms: list[float], done: list[bool]) -> Seen:
-    n = len(done)
+    n, slo = len(done), Slo(ttft_slo_ms=100.0, tpot_slo_ms=10.0)
     work = Workload(
         arrival_s=np.arange(n) * 10.0,
         adapter=np.zeros(n, np.int64),
@@ -165,8 +165,9 @@ def seen(ttft_ms: list[float], tpot_ms: list[float], done: list[bool]) -> Seen:
         output_tokens=np.ones(n, np.int64),
         ranks=np.array([8]),
         adapter_bytes=np.array([1]),
+        slos=(slo,),
     )
-    one: Loads = replace(loads([1.0]), objectives=(Objective(slo=Slo(ttft_slo_ms=100.0, tpot_slo_ms=10.0)),))
+    one: Loads = replace(loads([1.0]), objectives=(Objective(slo=slo),))
     return Seen.of(work, one, 10.0, done=np.array(done), ttft_ms=np.array(ttft_ms), tpot_ms=np.array(tpot_ms))
 
 
@@ -176,7 +177,7 @@ def test_a_request_attains_when_it_is_done_and_both_times_are_within_the_objecti
         [1.0, 100.0, 101.0, 50.0, 50.0, np.nan],
         [1.0, 10.0, 5.0, 11.0, np.nan, np.nan],
         [True, True, True, True, True, False],
-    ).outcome([0])
+    ).outcome(["a0"])
     assert (found.arrived.tolist(), found.served.tolist(), found.attained.tolist()) == ([5], [4], [2])
     assert (found.in_ttft, found.in_tpot) == (3, 3)
     assert found.ttft_p99_ms == pytest.approx(np.percentile([100, 101, 50, 50], 99))
@@ -184,5 +185,5 @@ def test_a_request_attains_when_it_is_done_and_both_times_are_within_the_objecti
 
 
 def test_without_any_answer_there_is_no_percentile() -> None:
-    found = seen([np.nan, np.nan], [np.nan, np.nan], [False, False]).outcome([0])
+    found = seen([np.nan, np.nan], [np.nan, np.nan], [False, False]).outcome(["a0"])
     assert np.isnan(found.ttft_p99_ms) and np.isnan(found.tpot_p99_ms)

@@ -9,11 +9,9 @@ from motet.policies.plan.capacity import judge
 from motet.shared.model import Slo
 from motet.twin.cluster import Cluster
 from motet.twin.events import PS_PER_S
-from motet.twin.planning.kinds import NativeKind, VllmKind
+from motet.twin.planning.kinds import NativeKind, VllmKind, sent
 from motet.twin.planning.loads import Loads, Objective, capped
 from motet.twin.profile import a10_llama2_7b
-from motet.twin.vllm.client import Requests
-from motet.twin.vllm.engine import EngineConfig
 from motet.twin.vllm.published import published
 from motet.twin.vllm.serving import Objectives, serve
 from motet.twin.workload import Lengths
@@ -45,18 +43,14 @@ def test_the_capacity_of_a_vllm_worker_is_the_twins(model: str, prompt: int, out
     setting = next(i for i in range(len(law)) if law.slots[i] >= count and law.max_rank[i] == rank)
     capacity = float(judge(one.demand, law).capacity[setting])
     work = one.faster(OVERLOAD * capacity).workload(np.random.default_rng(1), 600.0)
-    requests = Requests(
-        arrival_s=work.arrival_s.tolist(),
-        adapter=work.adapter.tolist(),
-        prompt_tokens=work.prompt_tokens.tolist(),
-        output_tokens=work.output_tokens.tolist(),
-        ranks=one.rank.tolist(),
-        duration_s=600.0,
+    served = serve(
+        kind.config(setting),
+        kind.calibration.steps,
+        sent(work, one, 600.0),
+        Objectives.same(count, np.inf, np.inf),
+        200.0,
+        drain_s=0.0,
     )
-    config = EngineConfig(
-        a_max=int(law.slots[setting]), s_max=rank, kv_tokens=int(law.kv_tokens[setting]), max_num_seqs=kind.seats
-    )
-    served = serve(config, kind.calibration.steps, requests, Objectives.same(count, np.inf, np.inf), 200.0, drain_s=0.0)
     assert capacity == pytest.approx(served.tok_s / one.demand.tokens_s, rel=0.03)
 
 
