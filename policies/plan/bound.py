@@ -2,9 +2,11 @@
 
 A worker that serves some adapters has a number B of running requests, n adapters among them and A adapters in all. These are
 divided into cells. In a cell everything is replaced by the best that it can be, so that what a worker can serve becomes linear
-in the amount x_c of each class of adapters, with T the least time of a step in the cell:
+in the amount x_c of each class of adapters, with T the least time of a step in the cell and B its largest batch that leaves
+seats for chance:
 
-    sum_c x_c l_c O_c T_c                  <= B          its requests fit in its batch
+    sum_c x_c (l_c O_c T_c + t u_c)        <= B + t n_0  its requests fit in its batch; t: what one more adapter than the least
+                                                         number n_0 of the cell adds to the steps
     sum_c x_c l_c O_c T_c(B_most)          <= b B_most   busy, with the adapters in use at the largest batch
     sum_c x_c (u_c + z u_c (1 - u_c) / n)  <= slots      u_c = 1 - exp(-l_c O_c T); the root is replaced by a chord
     sum_c x_c u_c <= n,   sum_c x_c <= A
@@ -33,16 +35,12 @@ from numpy.typing import NDArray
 
 from motet.policies.plan.bound_cells import NEVER, ROWS, Cells, States, first, joined
 from motet.policies.plan.capacity import judge
-from motet.policies.plan.classes import MOST, classes
+from motet.policies.plan.classes import Classes, classes
 from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.fleet import Kind, Rows
 
-TOLERANCE = 3e-3
+TOLERANCE = 1e-3
 """A cell that saves a smaller share of its cost is not worth adding; the value is lowered by what it might save."""
-NEAR, CLOSE = 1.005, 1.01
-"""Solution over bound at which the search ends: `CLOSE` where both mean the same number of workers, else `NEAR`."""
-ROUNDS, ROUGH_ROUNDS = 25, 5
-ROUGH_CLASSES = 24
 CELLS = 16_000
 """No more cells are divided beyond this number."""
 ALONE, PASSES, DIVIDED = 8, 4, 128
@@ -57,6 +55,24 @@ LEFT_OVER = 1e5
 """Price of a class that is not served, in workers."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effort:
+    """When the search ends: after so many rounds, or where the solution is within `near` of the bound, or within `close` where
+    both mean the same number of workers."""
+
+    rounds: int
+    near: float
+    close: float
+
+    def enough(self, bound: float, solution: float) -> bool:
+        """Whether a bound is near enough to the solution."""
+        return solution < self.near * bound or (solution < self.close * bound and np.ceil(solution) == np.ceil(bound))
+
+
+WHOLE = _Effort(rounds=25, near=1.001, close=1.01)
+ROUGH = _Effort(rounds=15, near=1.005, close=1.02)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """The least that any packing needs. `points`: the workers that the program chose."""
@@ -64,6 +80,7 @@ class Bound:
     value: float  # cost
     points: tuple[Point, ...]
     nearest: Rows  # the class of each adapter
+    needs: Floats  # the cost that each adapter causes at least, [adapters]. Any of them need at least their sum
 
     @property
     def workers(self) -> float:
@@ -106,15 +123,17 @@ class _Found:
 def bound(demand: Demand, kinds: Sequence[Kind], *, rough: bool = False) -> Bound:
     """The least cost of workers that serve a demand by the law. inf where no number of the allowed workers can.
 
-    `rough`: with fewer classes and rounds, for the points; the value is lower.
+    `rough`: in less time, for the points; the value is lower.
     """
-    of, nearest = classes(demand, ROUGH_CLASSES if rough else MOST)
+    classed = classes(demand)
+    of = classed.demand
     cheapest = min(range(len(kinds)), key=lambda at: kinds[at].cost)
     said = judge(of, kinds[cheapest].settings, kinds[cheapest].limits)
     if said.strain.min() <= 1.0 and kinds[cheapest].most != 0:
         point = Point(kind=cheapest, setting=said.best, workers=1.0, shares=np.ones(len(of)))
-        return Bound(value=kinds[cheapest].cost, points=(point,), nearest=nearest)
-    return _Program(of, kinds).solve(nearest, ROUGH_ROUNDS if rough else ROUNDS)
+        needs = np.zeros(len(demand))  # that one worker is needed does not depend on the adapters
+        return Bound(value=kinds[cheapest].cost, points=(point,), nearest=classed.nearest, needs=needs)
+    return _Program(of, kinds).solve(classed, ROUGH if rough else WHOLE)
 
 
 class _Program:
@@ -155,24 +174,31 @@ class _Program:
         self.cells, self.rows = self.cells.take(np.flatnonzero(kept)), self.rows[kept]
         self.weights, self.active, self.used = self.weights[kept], self.active[kept], self.used[kept]
 
-    def solve(self, nearest: Rows, rounds: int) -> Bound:
+    def solve(self, classed: Classes, effort: _Effort) -> Bound:
         """Add fine cells that lower the cost, and divide wide ones that may, until there are none."""
         found, value = self._master(), min(kind.cost for kind in self.kinds)
-        for _ in range(rounds):
+        worth = np.zeros(len(self.of))
+        for _ in range(effort.rounds):
             self.used = found.workers > 0
             cost, rough = found.cost, np.flatnonzero(self.cells.wide() & (found.workers > 0))
             self._divide(rough)
             able = self._able(found.worth, cost)
-            value = max(value, found.value / max(1.0, float(able.max())))
+            if (proved := found.value / max(1.0, float(able.max()))) > value:
+                value, worth = proved, found.worth * (proved / found.value)
             better = np.flatnonzero(able > 1.0 + TOLERANCE)
-            if not len(rough) and (not len(better) or _close(value, found.value)):
+            if not len(rough) and (not len(better) or effort.enough(value, found.value)):
                 break
             if self.active.sum() > KEPT:
                 self.active &= self.used
             self.active[self._diverse(better, able)] = True
             found = self._master()
         allowed = sum(np.inf if kind.most is None else kind.cost * kind.most for kind in self.kinds)
-        return Bound(value=value if value <= allowed else np.inf, points=found.points(self.cells), nearest=nearest)
+        return Bound(
+            value=value if value <= allowed else np.inf,
+            points=found.points(self.cells),
+            nearest=classed.nearest,
+            needs=classed.of_adapters(worth),
+        )
 
     def _diverse(self, better: Rows, able: Floats) -> Rows:
         """The best cells, at most a few of each setting."""
@@ -281,11 +307,6 @@ class _Program:
         served[cells[cell], one] = solved.x[:shares]
         prices[kinds] -= solved.ineqlin.marginals[limit:]
         return _Found(float(solved.fun), workers, served, solved.eqlin.marginals / count, prices)
-
-
-def _close(bound: float, solution: float) -> bool:
-    """Whether a bound is near enough to the solution."""
-    return solution < NEAR * bound or (solution < CLOSE * bound and np.ceil(solution) == np.ceil(bound))
 
 
 def _served(shares: int, cells: int, classes: int) -> Rows:

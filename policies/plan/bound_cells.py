@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.plan.capacity import BATCHES, LEAST_STIFFNESS, Mix, Settings
+from motet.policies.plan.capacity import BATCHES, LEAST_STIFFNESS, SLOTS_Z, Mix, Settings
 from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.fleet import Kind, Rows
 from motet.policies.plan.latencies import most_of
@@ -81,8 +81,7 @@ def first(of: Demand, at: int, kind: Kind) -> Cells:
     """Coarse cells of the kind with index `at`, which together hold every state that its limits allow."""
     most = _batch_most(of, kind.settings)
     z = np.broadcast_to(kind.limits.z, len(most))
-    half = 0.5 * z * np.sqrt(of.peakedness)
-    busiest = (np.sqrt(np.maximum(half**2 + most - _beyond(z), 0.0)) - half) ** 2  # B + z sqrt(c B) + ... = most
+    busiest = _busiest(most, z, of.peakedness)
     adapters = of.adapters
     found = list[tuple[float, ...]]()
     for setting, slots in enumerate(kind.settings.slots.tolist()):
@@ -104,6 +103,12 @@ def _ranges(begin: float, end: float, ratio: float = COARSE) -> list[tuple[float
     while edges[-1] < end:
         edges.append(min(edges[-1] * ratio, end))
     return list(pairwise(edges))
+
+
+def _busiest(most: Floats, z: Floats, swell: float | Floats) -> Floats:
+    """The number of requests B of which `most_of`, with the variance swell B, is `most`; 0 if there is none."""
+    half = 0.5 * z * np.sqrt(swell)
+    return (np.sqrt(np.maximum(half**2 + most - _beyond(z), half**2)) - half) ** 2
 
 
 def _beyond(z: Floats) -> Floats:
@@ -180,46 +185,50 @@ class States:
         """What an adapter of each class needs of a worker, as shares of what the worker has, [cells, ROWS, classes]."""
         of, settings = self.of, self.kind.settings.take(cells.setting)
         limits = self.kind.limits.at(cells.setting)
-        step_s = self._at(cells, 0)
+        step_s, slow_s = self._at(cells, 0), self._at(cells, 1)
+        z = np.broadcast_to(limits.z, len(cells))
+        stiffness, row_s = self._stiffness(cells, step_s, slow_s, self._within(cells, step_s)[1])
+        low, high = cells.batch.T
+        busiest = np.maximum(_busiest(self.batch_most[cells.setting], z, of.peakedness / stiffness), LEAST)
+        never = busiest < low
+        cells = replace(cells, batch=np.stack([low, np.clip(high, low, np.maximum(busiest, low))], axis=1))
         inside_s, within = self._within(cells, step_s)
         token_s = inside_s.min(axis=(1, 2))
         tokens, lora = of.rate * of.output_tokens, (of.rank > 0).astype(np.float64)
         used = lora * -np.expm1(-np.multiply.outer(token_s, tokens))
-        z = np.broadcast_to(limits.z, len(cells))
-        stiffness, row_s = self._stiffness(cells, step_s, within)
-        root = np.minimum(z / np.sqrt(stiffness * np.maximum(_variance_most(cells), 1.0)), 1.0)[:, None]
+        root = np.minimum(SLOTS_Z * z / np.sqrt(stiffness * np.maximum(_variance_most(cells), 1.0)), 1.0)[:, None]
         slots = settings.slots
         scarce = cells.adapters[:, 1] > slots
         missed = self._missed(cells, token_s, np.where(scarce & self.kind.settings.steps.stalls, slots, np.inf))
         rows = np.empty((len(cells), ROWS, len(of)))
+        used_s, used_most_s = self._used_s(cells, slow_s, within)
         served, room = self._served(cells, step_s)
+        served, room = served + used_s[:, None] * used, room + used_s * cells.used[:, 0]
         none = np.zeros(len(cells))
         rows[:, 0] = self._with_copies(served, room, none, missed)
         rows[:, 1] = self._with_copies(served, room, self.copy_s[cells.setting] * room, missed)
-        busy, room, copied = self._busy(cells, step_s, token_s, slots, np.broadcast_to(limits.busy, len(cells)))
+        busy, room, copied = self._busy(cells, step_s, token_s, slots, used_most_s, np.broadcast_to(limits.busy, len(cells)))
         rows[:, 2] = self._with_copies(busy, room, none, missed)
         rows[:, 3] = self._with_copies(busy, room, copied, missed)
         rows[:, 4] = used / np.maximum(cells.used[:, 1], 1e-9)[:, None]
-        free = np.where(scarce, np.maximum(slots - _beyond(z), 1e-9), np.inf)
+        free = np.where(scarce, np.maximum(slots - _beyond(SLOTS_Z * z), 1e-9), np.inf)
         rows[:, 5] = used * (1.0 + root * (1.0 - used)) / free[:, None]
         rows[:, 6] = used * of.size_bytes / settings.adapter_bytes[:, None]
         rows[:, 7] = lora / cells.adapters[:, 1][:, None]
         latency = np.broadcast_to(limits.latency, len(cells))
         mixed_s = np.where(within, self.mixed_s[cells.setting], np.inf).min(axis=(1, 2))
-        low = cells.batch[:, 0]
         deviation = np.sqrt(of.peakedness * low / stiffness)
         wave_s = NormalDist().inv_cdf(min(max(float(of.share.min()), 0.5), 1.0 - 1e-6)) * row_s * deviation
         tpot_ms, ttft_ms = (token_s + wave_s) * 1e3 / latency, (token_s + mixed_s + wave_s) * 1e3 / latency
-        never = (tpot_ms[:, None] > of.tpot_slo_ms) | (ttft_ms[:, None] > of.ttft_slo_ms)
-        never |= (most_of(low, deviation, z) > self.batch_most[cells.setting])[:, None]
+        never = never[:, None] | (tpot_ms[:, None] > of.tpot_slo_ms) | (ttft_ms[:, None] > of.ttft_slo_ms)
         never |= (of.rank > settings.max_rank[:, None]) | (of.size_bytes > settings.adapter_bytes[:, None])
         return np.where(never[:, None, :], NEVER, rows)
 
-    def _stiffness(self, cells: Cells, step_s: Floats, within: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    def _stiffness(self, cells: Cells, step_s: Floats, slow_s: Floats, within: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """(at most the stiffness, at least the seconds that one more request adds to a step) of each cell."""
         batches = self.batches[cells.setting][:, :, None]
         row_s = np.gradient(step_s, axis=1) / np.gradient(batches, axis=1)
-        stiffness = np.clip(1.0 - batches * row_s / self._at(cells, 1), LEAST_STIFFNESS, 1.0)
+        stiffness = np.clip(1.0 - batches * row_s / slow_s, LEAST_STIFFNESS, 1.0)
         least_s = np.where(within, row_s, np.inf).min(axis=(1, 2))
         return np.where(within, stiffness, 0.0).max(axis=(1, 2)), np.maximum(least_s, 0.0)
 
@@ -251,8 +260,22 @@ class States:
         rate = _interpolated(rates, most / self.batch_most[cells.setting])
         return self.of.rate * self.of.output_tokens * most[:, None] / rate[:, self.which], most
 
+    def _used_s(self, cells: Cells, slow_s: Floats, within: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """What one more adapter in use takes of the requests' time at least: in a cell, and at the largest batch, [cells].
+
+        A request of the batch waits for it once in each step.
+        """
+        low, high = cells.batch.T
+        slowest_s = self._within(cells, slow_s)[0]
+        slowest_s = np.where(np.isfinite(slowest_s), slowest_s, 0.0).max(axis=(1, 2))
+        slowest_s = slowest_s + self.copy_most_s[cells.setting] * high / float(self.of.output_tokens.min())
+        per_used = self.step_s[cells.setting, 2] + self.step_s[cells.setting, 4] * cells.adapters[:, :1, None]
+        pace = low / slowest_s  # requests that get a token, per second
+        inside_s = np.where(within, per_used, np.inf).min(axis=(1, 2))
+        return pace * np.maximum(inside_s, 0.0), pace * np.maximum(per_used[:, -1].min(axis=1), 0.0)
+
     def _busy(
-        self, cells: Cells, step_s: Floats, token_s: Floats, slots: Floats, busy: Floats
+        self, cells: Cells, step_s: Floats, token_s: Floats, slots: Floats, used_s: Floats, busy: Floats
     ) -> tuple[Floats, Floats, Floats]:
         """(needs, room, time of copies) of the share of the capacity that a worker may use.
 
@@ -264,11 +287,7 @@ class States:
         last = (rates.argmax(axis=1) == rates.shape[1] - 1).all(axis=1)
         best_s = (most[:, None] / rates.max(axis=1))[:, self.which]
         low, high = cells.batch.T
-        slowest_s = self._within(cells, self._at(cells, 1))[0]
-        slowest_s = np.where(np.isfinite(slowest_s), slowest_s, 0.0).max(axis=(1, 2))
-        slowest_s = slowest_s + self.copy_most_s[cells.setting] * high / float(of.output_tokens.min())
-        per_used = self.step_s[cells.setting, 2, -1] + self.step_s[cells.setting, 4, -1] * cells.adapters[:, :1]
-        used_s = low / slowest_s * np.maximum(0.0, per_used.min(axis=1)) * last
+        used_s = used_s * last
         in_use = (of.rank > 0) * -np.expm1(-np.multiply.outer(token_s * most / high, tokens))
         fits = cells.adapters[:, 1] <= slots
         held = np.where(fits, 1.0, np.minimum(1.0, slots / (cells.used[:, 1] * most / np.maximum(low, LEAST))))

@@ -15,7 +15,8 @@ approximation of least recently used) lengthen the steps. A load is small enough
 
     busy <= b_max     most(B*, c B*) <= B_most     most(a, v) <= slots     TPOT and TTFT are within the objectives
 
-and the same for bytes as for slots. most(n, v) is n + z sqrt(v / e) and what a Poisson distribution is skewed by; c is the
+and the same for bytes as for slots. most(n, v) is n + z sqrt(v / e) and what a Poisson distribution is skewed by, with
+fewer deviations for slots (`SLOTS_Z`), as the twin finds them to break later than seats and KV blocks do; c is the
 peakedness of the arrivals, and e = 1 - B T'(B) / T(B): where a larger batch has longer steps, requests stay longer and the
 batch grows further. `latencies` has the times, with the waits for a seat or a slot. All of it is evaluated at once for every
 way of setting a worker (`Settings`). It leaves out prefix caches and merged adapters, and of lengths it knows moments only.
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 
 from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.latencies import Usual, latencies, most_of, wait_ms
-from motet.policies.plan.loads import KEPT_S, TOKEN_S, Loads, at, when
+from motet.policies.plan.loads import KEPT_S, TOKEN_S, At, Loads, when
 
 BATCHES = np.geomspace(2e-3, 1.0, 40)
 """Batch sizes at which steps are computed, as shares of the largest batch."""
@@ -40,6 +41,8 @@ MANY_PROMPTS = 8.0
 """Prompts in a step that counts as full, where no number of tokens limits steps."""
 FOR_EVER_MS = 1e12
 LEAST_STIFFNESS = 0.1
+SLOTS_Z = 0.75
+"""Deviations that count for adapters in use, of those that count for requests."""
 LIMITS = ("compute", "KV", "seats", "step tokens", "slots", "adapter memory", "TPOT", "TTFT")
 """What can bind, in the order of `Verdict.strains`."""
 
@@ -112,7 +115,7 @@ class Limits:
     """
 
     busy: float | Floats = 0.95
-    z: float | Floats = 2.0
+    z: float | Floats = 2.7
     latency: float | Floats = 1.0
     """Share of the objectives that the law's own latencies may take."""
 
@@ -180,11 +183,12 @@ def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Flo
     token_s = batches / (rate * output)[:, None]
     with_prompts = -np.expm1(-batches / output[:, None])  # share of steps
     begin = batches / (output[:, None] * with_prompts)  # requests that begin in such a step
+    used = At(token_s, TOKEN_S)
     mix = Mix(
         rows=batches,
         context_tokens=batches * context[:, None],
-        distinct=np.minimum(at(loads.curve("used"), token_s, TOKEN_S), settings.slots[:, None]),
-        adapter_bytes=np.minimum(at(loads.curve("used_bytes"), token_s, TOKEN_S), settings.adapter_bytes[:, None]),
+        distinct=np.minimum(used(loads.curve("used")), settings.slots[:, None]),
+        adapter_bytes=np.minimum(used(loads.curve("used_bytes")), settings.adapter_bytes[:, None]),
         rank=loads.mean("rank")[:, None],
         max_rank=loads.extreme("rank")[:, None],
         adapters=loads.adapters[:, None],
@@ -231,7 +235,7 @@ def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Flo
         [
             rate / capacity / limits.busy,
             *(most_of(batch, deviation, limits.z) / most),
-            *room.strains(limits.z),
+            *room.strains(SLOTS_Z * limits.z),
             tpot_ms / (loads.extreme("tpot_slo_ms") * limits.latency),
             np.where(np.isfinite(ttft_slo_ms), np.minimum(ttft_ms, FOR_EVER_MS) / ttft_slo_ms, 0.0),
         ],
@@ -245,7 +249,7 @@ def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Flo
         busy=rate / capacity,
         batch=batch,
         batch_most=batch_most,
-        adapters_in_use=at(loads.curve("used"), token_s, TOKEN_S),
+        adapters_in_use=room.used,
         miss_share=miss_share,
         tpot_ms=tpot_ms,
         ttft_ms=ttft_ms,
@@ -275,7 +279,7 @@ def _missed(loads: Loads, settings: Settings) -> Floats:
     for curve, room in ((loads.curve("kept"), settings.slots), (loads.curve("kept_bytes"), settings.adapter_bytes)):
         full = room < curve[:, -1]
         kept_s = np.minimum(kept_s, np.where(full, when(curve, np.where(full, room, 0.0), KEPT_S), np.inf))
-    return np.where(np.isfinite(kept_s), at(loads.curve("missed"), np.minimum(kept_s, KEPT_S[-1]), KEPT_S), 0.0)
+    return np.where(np.isfinite(kept_s), At(np.minimum(kept_s, KEPT_S[-1]), KEPT_S)(loads.curve("missed")), 0.0)
 
 
 class _Room:
@@ -286,15 +290,16 @@ class _Room:
     """
 
     def __init__(self, loads: Loads, settings: Settings, token_s: Floats, residence_s: Floats, swell: Floats) -> None:
-        freed = at(loads.curve("missed"), residence_s, KEPT_S)  # adapters/s that come into use, as many as leave it
-        self._stay_ms = at(loads.curve("used"), token_s, TOKEN_S) / np.maximum(freed, 1e-12) * 1e3
+        freed = At(residence_s, KEPT_S)(loads.curve("missed"))  # adapters/s that come into use, as many as leave it
         self._rooms = (settings.slots, settings.adapter_bytes)
         self._units: tuple[float | Floats, ...] = (1.0, loads.extreme("size_bytes"))
-        used = [loads.curve("used"), loads.curve("used_bytes")]
+        used, there = [loads.curve("used"), loads.curve("used_bytes")], At(token_s, TOKEN_S)
         self._all = [curve[:, -1] for curve in used]
-        self._mean = [at(curve, token_s, TOKEN_S) for curve in used]
+        self._mean = [there(curve) for curve in used]
+        self.used = self._mean[0]
+        self._stay_ms = self.used / np.maximum(freed, 1e-12) * 1e3
         variances = (loads.curve("variance"), loads.curve("variance_bytes"))
-        self._deviation = [swell * np.sqrt(at(np.maximum.accumulate(curve, axis=1), token_s, TOKEN_S)) for curve in variances]
+        self._deviation = [swell * np.sqrt(there(np.maximum.accumulate(curve, axis=1))) for curve in variances]
 
     def wait_ms(self, share: Floats) -> Floats:
         """What the wait for room stays below for this share of the requests."""

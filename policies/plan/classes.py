@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from motet.policies.plan.demand import Demand, Floats
@@ -22,11 +24,28 @@ EASIER = {
 RATIOS = (1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0, 8.0, 1e9)
 
 
-def classes(demand: Demand, most: int = MOST) -> tuple[Demand, Rows]:
-    """The demand in about `most` rows at most, with counts that need not be whole, and the nearest row for each adapter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classes:
+    """Adapters as classes: the rows of `demand`, with counts that need not be whole."""
+
+    demand: Demand
+    rate: Floats  # [adapters]
+    nearest: Rows  # class, [adapters]; 0 for those without requests
+    groups: tuple[tuple[Rows, Rows], ...]  # adapters with requests, and their classes, which differ in the rate alone
+
+    def of_adapters(self, values: Floats) -> Floats:
+        """Values of classes, [classes], as those of adapters, [adapters]: shared as the adapters are; 0 without requests."""
+        found = np.zeros(len(self.rate))
+        for adapters, alike in self.groups:
+            found[adapters] = np.interp(self.rate[adapters], self.demand.rate[alike], values[alike])
+        return found
+
+
+def classes(demand: Demand, most: int = MOST) -> Classes:
+    """The demand in about `most` classes at most.
 
     An adapter between two rates of a grid counts as a share of each, so the sum of rates is kept. Adapters without requests are
-    left out; their nearest row is 0.
+    left out.
     """
     rows = np.flatnonzero(demand.rate * demand.count > 0)
     columns = np.stack([getattr(demand, name)[rows] for name in EASIER], axis=1)
@@ -35,15 +54,16 @@ def classes(demand: Demand, most: int = MOST) -> tuple[Demand, Rows]:
         if len(groups) <= most // 2:
             break
     each = max(2, min(RATES, most // len(groups)))
-    parts, nearest, classes_before = [], np.zeros(len(demand), dtype=np.intp), 0
+    parts, members_of, nearest, before = [], [], np.zeros(len(demand), dtype=np.intp), 0
     for at, values in enumerate(groups):
         members = rows[which.ravel() == at]
         grid, count = _on_grid(demand.rate[members], demand.count[members], each)
         kept = np.flatnonzero(count > 0)
         parts.append((grid[kept], count[kept], np.tile(values, (len(kept), 1))))
         middles = np.sqrt(grid[kept][1:] * grid[kept][:-1])
-        nearest[members] = classes_before + np.searchsorted(middles, demand.rate[members])
-        classes_before += len(kept)
+        nearest[members] = before + np.searchsorted(middles, demand.rate[members])
+        members_of.append((members, before + np.arange(len(kept))))
+        before += len(kept)
     values = np.concatenate([part[2] for part in parts])
     found = Demand.of(
         np.concatenate([part[0] for part in parts]),
@@ -52,7 +72,7 @@ def classes(demand: Demand, most: int = MOST) -> tuple[Demand, Rows]:
         peakedness=demand.peakedness,
         **dict(zip(EASIER, values.T, strict=True)),
     )
-    return found, nearest
+    return Classes(demand=found, rate=demand.rate, nearest=nearest, groups=tuple(members_of))
 
 
 def _rounded(columns: Floats, ratio: float) -> Floats:

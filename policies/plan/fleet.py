@@ -63,16 +63,16 @@ class Packed:
     ttft_ms: float
 
     @classmethod
-    def of(cls, kind: int, setting: int, rows: Sequence[int], shares: Sequence[float], said: Verdict) -> Packed:
-        """What `said`, the law's verdict on this setting alone, says of the worker."""
+    def of(cls, kind: int, setting: int, rows: Sequence[int], shares: Sequence[float], said: Verdict, at: int = 0) -> Packed:
+        """What the law's verdict says of the worker, in its row `at`."""
         facts = ("capacity", "busy", "batch", "adapters_in_use", "miss_share", "tpot_ms", "ttft_ms", "strain")
         return cls(
             kind=kind,
             rows=tuple(rows),
             shares=tuple(shares),
             setting=setting,
-            limit=said.limit(0),
-            **{name: float(getattr(said, name)[0]) for name in facts},
+            limit=said.limit(at),
+            **{name: float(getattr(said, name)[at]) for name in facts},
         )
 
     @property
@@ -121,6 +121,11 @@ class Worker:
     setting: int
     strain: float
 
+    @property
+    def rank(self) -> float:
+        """The largest of its adapters."""
+        return float(self.load.extreme("rank")[0])
+
 
 class Adapters:
     """A demand with one row for each adapter, prepared for judging many sets of its rows on each kind."""
@@ -142,31 +147,23 @@ class Adapters:
         """A worker with these rows."""
         chosen = list(rows)
         load = self.loads[kind].joined(np.array(chosen, dtype=np.intp))
-        return Worker(kind, chosen, load, *self.best(kind, load))
+        settings, strains = self.best(kind, load)
+        return Worker(kind, chosen, load, int(settings[0]), float(strains[0]))
 
-    def best(self, kind: int, load: Loads) -> tuple[int, float]:
-        """The setting with the least strain for one set of adapters, and the strain; (0, inf) where none holds its ranks."""
-        settings, verdict = self._judged(kind, load)
-        if verdict is None:
-            return 0, np.inf
-        best = verdict.best
-        return int(settings[best]), float(verdict.strain[best])
+    def best(self, kind: int, loads: Loads) -> tuple[Rows, Floats]:
+        """(setting with the least strain, the strain) of each set, [sets]; (0, inf) where none holds the ranks.
 
-    def least_strains(self, kind: int, loads: Loads) -> Floats:
-        """The strain of each set with its best setting, [sets]. The settings are those for the largest rank of all sets."""
+        The settings are those for the largest rank of all sets.
+        """
         able, settings, limits = self._settings(kind, float(loads.extreme("rank").max()))
         if not len(able):
-            return np.full(len(loads), np.inf)
+            return np.zeros(len(loads), dtype=np.intp), np.full(len(loads), np.inf)
         sets, places = np.divmod(np.arange(len(loads) * len(able)), len(able))
         cases = loads.take(sets)
         copy_ms = cases.copies[np.arange(len(sets)), able[places]]
         verdict = judge_sets(cases, settings.take(places), limits.at(places), copy_ms=copy_ms)
-        return np.asarray(verdict.strain.reshape(len(loads), len(able)).min(axis=1))
-
-    def _judged(self, kind: int, load: Loads) -> tuple[Rows, Verdict | None]:
-        rank = float(load.extreme("rank")[0])
-        able, settings, limits = self._settings(kind, rank)
-        return able, judge_sets(load, settings, limits, copy_ms=load.copies[0, able]) if len(able) else None
+        strains = verdict.strain.reshape(len(loads), len(able))
+        return able[strains.argmin(axis=1)], strains.min(axis=1)
 
     def _settings(self, kind: int, rank: float) -> tuple[Rows, Settings, Limits]:
         """The settings with the smallest largest rank that holds this one. A larger one only costs more."""
@@ -180,16 +177,22 @@ class Adapters:
 
     def strains(self, kind: int, loads: Loads, settings: Rows) -> Floats:
         """The strain of each set with the setting of the same row."""
-        return self._verdict(kind, loads, settings).strain
+        return self.verdict(kind, loads, settings).strain
 
-    def _verdict(self, kind: int, loads: Loads, settings: Rows) -> Verdict:
+    def verdict(self, kind: int, loads: Loads, settings: Rows) -> Verdict:
+        """What the law says of each set with the setting of the same row."""
         one = self.kinds[kind]
         copy_ms = loads.copies[np.arange(len(loads)), settings]
         return judge_sets(loads, one.settings.take(settings), one.limits.at(settings), copy_ms=copy_ms)
 
-    def packed(self, kind: int, rows: Iterable[int], setting: int | None = None) -> Packed:
-        """What the law says of a worker with these rows, with its best setting if none is given."""
-        worker = self.worker(kind, sorted(rows))
-        chosen = worker.setting if setting is None else setting
-        said = self._verdict(kind, worker.load, np.array([chosen]))
-        return Packed.of(kind, chosen, worker.rows, (1.0,) * len(worker.rows), said)
+    def packed(self, workers: Sequence[Worker]) -> list[Packed]:
+        """What the law says of workers, with the settings that they have."""
+        found: dict[int, Packed] = {}
+        for kind in sorted({worker.kind for worker in workers}):
+            mine = [at for at, worker in enumerate(workers) if worker.kind == kind]
+            loads = Loads.stack([workers[at].load for at in mine])
+            said = self.verdict(kind, loads, np.array([workers[at].setting for at in mine]))
+            for place, at in enumerate(mine):
+                rows = sorted(workers[at].rows)
+                found[at] = Packed.of(kind, workers[at].setting, rows, (1.0,) * len(rows), said, place)
+        return [found[at] for at in range(len(workers))]

@@ -10,7 +10,6 @@ computed itself. Where prompts take the share p of the worker's time, a long ste
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
@@ -45,16 +44,13 @@ def wait_ms(mean: Floats, deviation: Floats, most: Floats, stay_ms: Floats, shar
 
     Halfin and Whitt's approximation for many servers, of which `mean` are busy on average, for `stay_ms` each.
     """
+    from scipy.special import ndtr
+
     free = np.maximum(most - mean, 0.0)
     z = np.minimum(free / np.maximum(deviation, 1e-9), 30.0)
-    some = 1.0 / (1.0 + z * np.exp(z * z / 2.0) * np.sqrt(2.0 * np.pi) * _below(z))
+    some = 1.0 / (1.0 + z * np.exp(z * z / 2.0) * np.sqrt(2.0 * np.pi) * ndtr(z))
     waits = np.minimum(stay_ms, 1e12) / np.maximum(free, 1e-9) * np.log(np.maximum(some / (1.0 - share), 1.0))
     return np.where(free > 0, waits, np.inf)
-
-
-def _below(z: Floats) -> Floats:
-    """The standard normal distribution function."""
-    return np.array([NormalDist().cdf(value) for value in z.tolist()])
 
 
 def latencies(usual: Usual, deviation: Floats, loads: Loads, waits_ms: Floats) -> tuple[Floats, Floats]:
@@ -62,8 +58,10 @@ def latencies(usual: Usual, deviation: Floats, loads: Loads, waits_ms: Floats) -
 
     `deviation`: of the batch; `waits_ms`: what a request waits for besides.
     """
+    from scipy.special import ndtri
+
     share = np.clip(loads.extreme("share"), 0.5, 1.0 - 1e-6)
-    tail = np.array([NormalDist().inv_cdf(value) for value in np.atleast_1d(share).tolist()])
+    tail = ndtri(share)
     prompt, square, rate_ms = loads.mean("prompt"), loads.mean("prompt_square"), loads.rate / 1e3
     service_ms = prompt * usual.prompt_token_ms
     taken = np.minimum(rate_ms * service_ms, 0.99)

@@ -57,21 +57,22 @@ def _best(adapters: Adapters, workers: list[Worker], at: int, others: list[int])
     moves = [move for other in others for move in _candidates(adapters, one, workers[other], other)]
     if not moves:
         return None
-    here, there = [], []
-    for move in moves:
+    tried: dict[int, list[tuple[int, Loads, int]]] = {}  # by kind: (place, load, setting)
+    for place, move in enumerate(moves):
         other = workers[move.to]
-        here.append(_exchanged(adapters, one.kind, one.load, move.rows, move.back))
-        there.append(_exchanged(adapters, other.kind, other.load, move.back, move.rows))
-    strains = adapters.strains(one.kind, Loads.stack(here), np.full(len(moves), one.setting))
-    for kind in sorted({workers[move.to].kind for move in moves}):
-        rows = [index for index, move in enumerate(moves) if workers[move.to].kind == kind]
-        loads = Loads.stack([there[index] for index in rows])
-        other_strains = adapters.strains(kind, loads, np.array([workers[moves[index].to].setting for index in rows]))
-        if kind == one.kind:
-            other_strains = np.minimum(other_strains, adapters.strains(kind, loads, np.full(len(rows), one.setting)))
-        strains[rows] = np.maximum(strains[rows], other_strains)
-    best = int(strains.argmin())
-    return moves[best] if strains[best] < one.strain - LEAST_GAIN else None
+        here = _exchanged(adapters, one.kind, one.load, move.rows, move.back)
+        there = _exchanged(adapters, other.kind, other.load, move.back, move.rows)
+        tried.setdefault(one.kind, []).append((3 * place, here, one.setting))
+        tried.setdefault(other.kind, []).append((3 * place + 1, there, other.setting))
+        if other.kind == one.kind and other.setting != one.setting:
+            tried[one.kind].append((3 * place + 2, there, one.setting))
+    strains = np.full(3 * len(moves), np.inf)
+    for kind, cases in tried.items():
+        places, loads, settings = zip(*cases, strict=True)
+        strains[list(places)] = adapters.strains(kind, Loads.stack(loads), np.array(settings))
+    larger = np.maximum(strains[0::3], np.minimum(strains[1::3], strains[2::3]))
+    best = int(larger.argmin())
+    return moves[best] if larger[best] < one.strain - LEAST_GAIN else None
 
 
 def _exchanged(adapters: Adapters, kind: int, load: Loads, gone: tuple[int, ...], come: tuple[int, ...]) -> Loads:
@@ -127,7 +128,7 @@ def emptied(adapters: Adapters, workers: list[Worker]) -> list[Worker] | None:
     for row in sorted(workers[light].rows, key=lambda row: (-adapters.tokens[row], row)):
         if add(adapters, rest, row) > MOST_ABOVE:
             return None
-    level(adapters, rest, len(rest) // 2)
+    level(adapters, rest, 16)
     return rest if max(worker.strain for worker in rest) <= 1.0 else None
 
 

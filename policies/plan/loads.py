@@ -87,6 +87,8 @@ class Loads:
     def joined(self, rows: Sequence[int] | NDArray[np.intp]) -> Loads:
         """The union of some of the sets, as one."""
         rows = np.asarray(rows, dtype=np.intp)
+        if len(rows) == 1:
+            return self.take(rows)
         return replace(
             self,
             totals=self.totals[rows].sum(axis=0, keepdims=True),
@@ -148,14 +150,20 @@ class Loads:
         return self.curves[:, CURVES.index(name)]
 
 
-def at(curve: Floats, times_s: Floats, grid: Floats) -> Floats:
-    """Curves [sets, TIMES] over a geometric grid at `times_s` [sets, ...]."""
-    place = np.log(np.maximum(times_s, grid[0]) / grid[0]) * ((len(grid) - 1) / np.log(grid[-1] / grid[0]))
-    before = np.minimum(place.astype(np.intp), len(grid) - 2)
-    share = np.clip((times_s - grid[before]) / (grid[before + 1] - grid[before]), 0.0, 1.0)
-    sets = np.arange(len(curve)).reshape(-1, *[1] * (np.ndim(times_s) - 1)) if len(curve) > 1 else 0
-    low = curve[sets, before]
-    return np.asarray(low + share * (curve[sets, before + 1] - low))
+class At:
+    """Times [sets, ...] on a geometric grid, for reading several curves at them."""
+
+    def __init__(self, times_s: Floats, grid: Floats) -> None:
+        place = np.log(np.maximum(times_s, grid[0]) / grid[0]) * ((len(grid) - 1) / np.log(grid[-1] / grid[0]))
+        self._before = np.minimum(place.astype(np.intp), len(grid) - 2)
+        low_s = grid[self._before]
+        self._share = np.minimum(np.maximum((times_s - low_s) / (grid[self._before + 1] - low_s), 0.0), 1.0)
+
+    def __call__(self, curve: Floats) -> Floats:
+        """Curves [sets, TIMES] at the times."""
+        sets = np.arange(len(curve)).reshape(-1, *[1] * (self._share.ndim - 1)) if len(curve) > 1 else 0
+        low = curve[sets, self._before]
+        return np.asarray(low + self._share * (curve[sets, self._before + 1] - low))
 
 
 def when(curve: Floats, values: Floats, grid: Floats) -> Floats:

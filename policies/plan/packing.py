@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
 from motet.policies.plan.bound import Bound, bound
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packing, Worker
@@ -27,14 +29,16 @@ Procedure = Literal["best", "bisect", "guided"]
 
 
 STEPS = 16
-"""Moves that level a packing, besides one for each worker."""
+"""Moves that level a packing, besides one for each four workers."""
+SMALL = 500
+"""Adapters up to which packing is guided by the whole bound: a worker more or less is a large part there."""
 
 
 def pack(demand: Demand, kinds: Sequence[Kind], *, procedure: Procedure = "best", guide: Bound | None = None) -> Packing:
     """Workers that serve the demand within the limits of their kinds, at the least cost that the procedure finds.
 
     The demand has one row for each adapter: every `count` is 1. `guide`: a bound of the same demand and kinds; without one
-    `guided` computes a rough one. Raises CannotServe, and ValueError for other counts.
+    `guided` computes one. Raises CannotServe, and ValueError for other counts.
     """
     copies = _copies(demand, kinds)
     return packing(copies, _packed(copies, procedure, guide if len(copies.row) == len(demand) else None))
@@ -60,26 +64,37 @@ def pack_onto(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> P
 
 def _packed(copies: Copies, procedure: Procedure, guide: Bound | None) -> list[Worker]:
     adapters = copies.adapters
-    orders = []
-    if procedure != "guided":
-        orders.append(zigzag(adapters.demand))
+    workers, failed, below, needs = None, None, np.inf, None
     if procedure != "bisect":
-        guide = guide or bound(adapters.demand, adapters.kinds, rough=True)
-        if guide.points:
-            orders.append(guided(adapters.demand, guide))
-    found, failed = list[list[Worker]](), list[CannotServe]()
-    for order in orders:
+        guide = guide or bound(adapters.demand, adapters.kinds, rough=len(adapters) > SMALL)
+        needs = guide.needs
         try:
-            found.append(by_prefixes(adapters, order))
+            workers = _few(adapters, by_prefixes(adapters, guided(adapters.demand, guide)))
+            below = _cost(adapters, workers) - _step(adapters.kinds)
         except CannotServe as error:
-            failed.append(error)
-    if not found:
-        raise failed[-1]
-    workers = min(found, key=lambda workers: (_cost(adapters, workers), max(worker.strain for worker in workers)))
-    while (fewer := emptied(adapters, workers)) is not None:
-        workers = fewer
+            failed = error
+    if procedure != "guided":
+        try:
+            workers = _few(adapters, by_prefixes(adapters, zigzag(adapters.demand), below=below, needs=needs))
+        except CannotServe as error:
+            failed = failed or error
+    if workers is None:
+        assert failed is not None
+        raise failed
     level(adapters, workers, STEPS + len(workers) // 4)
     return workers
+
+
+def _few(adapters: Adapters, workers: list[Worker]) -> list[Worker]:
+    while (fewer := emptied(adapters, workers)) is not None:
+        workers = fewer
+    return workers
+
+
+def _step(kinds: Sequence[Kind]) -> float:
+    """The least that one packing costs less than another."""
+    costs = {kind.cost for kind in kinds}
+    return (costs.pop() if len(costs) == 1 else 0.0) - 1e-9
 
 
 def _copies(demand: Demand, kinds: Sequence[Kind]) -> Copies:
@@ -96,8 +111,7 @@ def packing(copies: Copies, workers: Sequence[Worker]) -> Packing:
     """The workers with the rows and shares of the original demand, in the order of their first adapters."""
     adapters = copies.adapters
     found = []
-    for worker in workers:
-        one = adapters.packed(worker.kind, worker.rows, worker.setting)
+    for one in adapters.packed(workers):
         rows = list(one.rows)
         found.append(replace(one, rows=tuple(copies.row[rows].tolist()), shares=tuple(copies.share[rows].tolist())))
     return Packing(workers=tuple(sorted(found, key=lambda one: (one.kind, one.rows))), cost=_cost(adapters, workers))

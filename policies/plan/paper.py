@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.plan.capacity import judge
 from motet.policies.plan.demand import Demand, Floats
-from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packing, Rows
+from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packing, Rows, Worker
 from motet.policies.plan.prefixes import zigzag
 
 TESTING_POINTS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
@@ -71,8 +71,8 @@ def greedy(demand: Demand, kind: Kind, predict: Predict | None = None) -> Packin
             _give_back(gpu, queue)
             gpu = None
     adapters = Adapters(demand, [kind])
-    workers = tuple(adapters.packed(0, gpu.kept, asks.setting(gpu.kept, gpu.a_max)) for gpu in gpus if gpu.kept)
-    return Packing(workers=workers, cost=kind.cost * len(workers))
+    workers = [asks.worker(adapters, gpu) for gpu in gpus if gpu.kept]
+    return Packing(workers=tuple(adapters.packed(workers)), cost=kind.cost * len(workers))
 
 
 def _give_back(gpu: _Gpu, queue: deque[int]) -> None:
@@ -104,6 +104,12 @@ class _Tests:
         best = max(able, key=lambda at: (tokens[at], -at if last else at))
         gpu.kept, gpu.tried, gpu.a_max = rows, [], list(settings)[best]
         return True
+
+    def worker(self, adapters: Adapters, gpu: _Gpu) -> Worker:
+        """The GPU with the adapters that it kept."""
+        setting = self.setting(gpu.kept, gpu.a_max)
+        assert setting is not None, "it passed a test"
+        return replace(adapters.worker(0, gpu.kept), setting=setting)
 
     def setting(self, rows: list[int], a_max: int) -> int | None:
         """The setting with this A_max and the smallest S_max that holds the adapters; None where memory is too small."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.plan.demand import Demand
+from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.fleet import Adapters, CannotServe, Rows, Worker
 from motet.policies.plan.loads import Loads
 
@@ -23,8 +22,10 @@ AHEAD = 2
 
 SMALLER = 0.7
 """Ratio of the rates of adapters that are tried in the rest of a worker's room."""
+RATES = 10
+"""How many of these are judged at once."""
 PROBES = 6
-"""How many possibilities are judged at once."""
+"""How many lengths of prefixes are judged at once."""
 
 
 def zigzag(demand: Demand) -> Rows:
@@ -61,73 +62,99 @@ def longest(enough: Callable[[Rows], NDArray[np.bool_]], end: int, guess: int) -
     return low
 
 
-def by_prefixes(adapters: Adapters, order: Rows) -> list[Worker]:
+def by_prefixes(adapters: Adapters, order: Rows, *, below: float = np.inf, needs: Floats | None = None) -> list[Worker]:
     """Workers for the adapters in an order. Of several kinds each worker is of the one with the least cost per token.
 
-    Raises CannotServe where no kind may have more workers.
+    `below`: what they may cost; it is given up where the rest needs too much, by the cost that each adapter `needs` at least.
+    Raises CannotServe, too where no kind may have more workers.
     """
     tokens = adapters.tokens
     kinds, packed, left = adapters.kinds, list[Worker](), order
     guesses = [16] * len(kinds)
     while len(left):
-        best: tuple[float, int, Rows] | None = None
+        cost = sum(kinds[worker.kind].cost for worker in packed)
+        if cost + (0.0 if needs is None else float(needs[left].sum())) > below:
+            raise CannotServe(f"workers for {below:g} do not suffice in this order")
+        best: tuple[float, Worker] | None = None
         for at, kind in enumerate(kinds):
             if kind.most is not None and sum(worker.kind == at for worker in packed) >= kind.most:
                 continue
-            rows = fill(adapters, at, left, guesses[at])
-            if not len(rows):
+            if (worker := fill(adapters, at, left, guesses[at])) is None:
                 continue
-            guesses[at] = len(rows)
-            cost = kind.cost / max(float(tokens[rows].sum()), 1e-300)
+            guesses[at] = len(worker.rows)
+            cost = kind.cost / max(float(tokens[worker.rows].sum()), 1e-300)
             if best is None or cost < best[0]:
-                best = cost, at, rows
+                best = cost, worker
         if best is None:
             served = 1.0 - float(tokens[left].sum() / tokens.sum())
             raise CannotServe(f"the {len(packed)} workers that are allowed serve {served:.0%} of the load")
-        packed.append(adapters.worker(best[1], best[2].tolist()))
-        left = left[~np.isin(left, best[2])]
+        packed.append(best[1])
+        left = left[~np.isin(left, best[1].rows)]
     return packed
 
 
-def fill(adapters: Adapters, kind: int, order: Rows, guess: int) -> Rows:
-    """The longest prefix of an order that a worker can serve, then what else fits, the largest rates first.
+def fill(adapters: Adapters, kind: int, order: Rows, guess: int) -> Worker | None:
+    """A worker with the longest prefix of an order that it can serve, then what else fits, the largest rates first.
 
     None if it cannot serve the first one.
     """
     while True:
         window = order[: AHEAD * guess + 8]
-        sums = Sums(adapters.loads[kind].take(window))
-        length = longest(partial(_enough, adapters, kind, sums), len(window), guess)
+        prefixes = _Prefixes(adapters, kind, window)
+        length = longest(prefixes.enough, len(window), guess)
         if length < len(window) or len(window) == len(order):
             break
         guess = length
     if not length:
-        return order[:0]
-    return np.concatenate([order[:length], _more(adapters, kind, sums.first(np.array([length])), order[length:])])
+        return None
+    worker = prefixes.worker(length)
+    _fill_up(adapters, worker, order[length:])
+    if worker.rank < prefixes.rank:  # it was judged with settings for a larger one
+        return adapters.worker(kind, worker.rows)
+    return worker
 
 
-def _more(adapters: Adapters, kind: int, load: Loads, rows: Rows) -> Rows:
-    """Which of the rows fit beside a load, without a larger rank: again and again the one with the largest rate that does."""
-    rate = adapters.demand.rate
-    rows = rows[adapters.demand.rank[rows] <= load.extreme("rank")[0]]
+def _fill_up(adapters: Adapters, worker: Worker, rows: Rows) -> None:
+    """Add those of the rows that fit, without a larger rank: again and again the one with the largest rate that does."""
+    rate, loads = adapters.demand.rate, adapters.loads[worker.kind]
+    rows = rows[adapters.demand.rank[rows] <= worker.rank]
     rows = rows[np.argsort(-rate[rows], kind="stable")]
-    chosen, most = list[int](), np.inf
+    most = np.inf
     while len(rows := rows[rate[rows] <= most]):
-        places = np.searchsorted(-rate[rows], -rate[rows[0]] * SMALLER ** np.arange(PROBES))
+        places = np.searchsorted(-rate[rows], -rate[rows[0]] * SMALLER ** np.arange(RATES))
         tried = rows[np.unique(places[places < len(rows)])]
-        fits = np.flatnonzero(adapters.least_strains(kind, load.with_each(adapters.loads[kind].take(tried))) <= 1.0)
+        settings, strains = adapters.best(worker.kind, worker.load.with_each(loads.take(tried)))
+        fits = np.flatnonzero(strains <= 1.0)
         if not len(fits):
             most = float(rate[tried[-1]]) * SMALLER
             continue
-        row = int(tried[fits[0]])
-        chosen.append(row)
-        load = load.with_each(adapters.loads[kind].take([row]))
+        row, first = int(tried[fits[0]]), int(fits[0])
+        worker.rows.append(row)
+        worker.load = worker.load.with_each(loads.take([row]))
+        worker.setting, worker.strain = int(settings[first]), float(strains[first])
         rows, most = rows[rows != row], float(rate[row])
-    return np.array(chosen, dtype=np.intp)
 
 
-def _enough(adapters: Adapters, kind: int, sums: Sums, counts: Rows) -> NDArray[np.bool_]:
-    return adapters.least_strains(kind, sums.first(counts)) <= 1.0
+class _Prefixes:
+    """The first of some rows as workers of a kind, with what was found of those that were judged."""
+
+    def __init__(self, adapters: Adapters, kind: int, rows: Rows) -> None:
+        self._adapters, self._kind, self._rows = adapters, kind, rows
+        self._sums = Sums(adapters.loads[kind].take(rows))
+        self._judged: dict[int, tuple[int, float]] = {}  # by length: setting, strain
+        self.rank = 0.0  # the largest of all judged
+
+    def enough(self, lengths: Rows) -> NDArray[np.bool_]:
+        """Whether a worker can serve so many."""
+        loads = self._sums.first(lengths)
+        settings, strains = self._adapters.best(self._kind, loads)
+        self._judged |= dict(zip(lengths.tolist(), zip(settings.tolist(), strains.tolist(), strict=True), strict=True))
+        self.rank = max(self.rank, float(loads.extreme("rank").max()))
+        return strains <= 1.0
+
+    def worker(self, length: int) -> Worker:
+        """The worker with so many, which were judged."""
+        return Worker(self._kind, self._rows[:length].tolist(), self._sums.first(np.array([length])), *self._judged[length])
 
 
 class Sums:

@@ -88,8 +88,7 @@ def rank_grouped(demand: Demand, kinds: Sequence[Kind]) -> Packing:
     adapters = Adapters(demand, kinds)
     order = zigzag(demand)
     workers = [one for rank in np.unique(demand.rank) for one in by_prefixes(adapters, order[demand.rank[order] == rank])]
-    packed = tuple(adapters.packed(one.kind, one.rows, one.setting) for one in workers)
-    return Packing(workers=packed, cost=sum(kinds[one.kind].cost for one in workers))
+    return Packing(workers=tuple(adapters.packed(workers)), cost=sum(kinds[one.kind].cost for one in workers))
 
 
 def fewest(place: Callable[[Demand, Kind, int], Packing]) -> Rival:

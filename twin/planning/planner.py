@@ -30,7 +30,7 @@ MOST_LOAD = 1.5
 LOAD_STEP = 0.02
 LEAST_CUT, MOST_CUT = 0.8, 0.98
 """By how much one round lowers a limit, at most and at least."""
-MORE_Z = 1.2
+MORE_Z = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,10 @@ def features(
         adapters * expand,
         adapters * columns,
     )
-    return np.stack(np.broadcast_arrays(*terms), axis=-1).astype(np.float64)
+    found = np.empty((*np.broadcast_shapes(*(np.shape(term) for term in terms)), len(terms)))
+    for place, term in enumerate(terms):
+        found[..., place] = term
+    return found
 
 
 def _padded(tokens: NDArray[np.float64]) -> NDArray[np.float64]:

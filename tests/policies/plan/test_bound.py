@@ -78,7 +78,8 @@ def test_what_all_allowed_workers_cannot_serve_has_no_bound() -> None:
 @given(demands(adapters=200), st.integers(16, 64))
 def test_classes_keep_the_number_and_the_load_of_the_adapters(demand: Demand, most: int) -> None:
     """Rates between two points of the grid become shares of both."""
-    of, nearest = classes(demand, most)
+    classed = classes(demand, most)
+    of, nearest = classed.demand, classed.nearest
     assert of.adapters == pytest.approx(demand.adapters)
     assert of.total_rate == pytest.approx(demand.total_rate)
     assert np.array_equal(of.rank[nearest], demand.rank)
@@ -93,7 +94,8 @@ def test_lengths_of_many_kinds_are_rounded_to_what_is_easier() -> None:
     demand = replace(
         demand_of(np.full(300, 0.1)), prompt_tokens=chance.uniform(50, 500, 300), output_tokens=chance.uniform(50, 500, 300)
     )
-    of, nearest = classes(demand, 32)
+    classed = classes(demand, 32)
+    of, nearest = classed.demand, classed.nearest
     assert len(of) <= 40
     assert (of.prompt_tokens[nearest] <= demand.prompt_tokens * (1 + 1e-9)).all()
     assert (of.output_tokens[nearest] <= demand.output_tokens * (1 + 1e-9)).all()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.policies.plan.capacity import Limits
 from motet.policies.plan.fleet import CannotServe
 from motet.twin.planning.check import Job
 from motet.twin.planning.kinds import Outcome, Part
@@ -68,7 +69,7 @@ def test_a_worker_that_misses_tpot_gets_a_smaller_share_of_its_latency_objective
     limits = made.kinds[0].limits.at(made.workers[0].setting)
     assert (made.rounds, made.valid) == (2, True)
     assert limits.latency == pytest.approx(0.9)
-    assert (limits.busy, limits.z) == (0.95, 2.0)
+    assert (limits.busy, limits.z) == (Limits().busy, Limits().z)
 
 
 @pytest.mark.parametrize(("tpot_ms", "cut"), [(TPOT_MS * 1.001, MOST_CUT), (TPOT_MS * 10, LEAST_CUT)])
@@ -84,7 +85,7 @@ def test_a_worker_that_misses_ttft_gets_less_load_and_more_room_for_chance() -> 
     made = make(ONE, [VLLM], Goal(), SHORT, tells)
     limits = made.kinds[0].limits.at(first.workers[0].setting)
     assert limits.busy == pytest.approx(first.workers[0].busy * MOST_CUT)
-    assert limits.z == pytest.approx(2.0 * MORE_Z)
+    assert limits.z == pytest.approx(Limits().z * MORE_Z)
     assert limits.latency == 1.0
 
 
@@ -94,7 +95,7 @@ def test_workers_that_miss_alike_tighten_the_limits_of_their_rank_once() -> None
     made = replace(made, results=tuple(tried(made.parts, [VLLM], SHORT, run)))
     after = tightened(made, made.kinds)[0].limits.at(made.workers[0].setting)
     assert len(made.workers) > 1
-    assert after.z == pytest.approx(2.0 * MORE_Z)
+    assert after.z == pytest.approx(Limits().z * MORE_Z)
     assert after.busy == pytest.approx(min(worker.busy for worker in made.workers) * MOST_CUT)
 
 
@@ -107,9 +108,10 @@ def test_after_six_rounds_the_last_plan_is_given_as_it_is() -> None:
 
 def test_where_tighter_limits_leave_no_plan_the_one_before_is_given() -> None:
     """A worker that is full by the law, and the only one: with 2% less it cannot take the load."""
-    full = loads([1.0] * 8)
-    capacity = make(full, [VLLM], Goal(), None, GOOD).workers[0].capacity
-    made = make(full.faster(1.06 * capacity / 8), [Offer(kind=vllm(), most=1)], Goal(), SHORT, Told(lambda _, part: bad(part)))
+    one, eight, fits = Offer(kind=vllm(), most=1), loads([1.0] * 8), 1.0
+    while len(make(eight.faster(1.01 * fits), [VLLM], Goal(), None, GOOD).workers) == 1:
+        fits *= 1.01
+    made = make(eight.faster(fits), [one], Goal(), SHORT, Told(lambda _, part: bad(part)))
     assert made.rounds == 1 and made.results and not made.valid
 
 
