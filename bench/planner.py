@@ -56,8 +56,8 @@ TRIAL = Trial(seeds=(1, 2), warm_s=300.0, duration_s=1500.0)
 HOUR = Trial(seeds=(1001,), warm_s=300.0, duration_s=3900.0)
 RIVALS_TRIAL = Trial(seeds=(1001,), warm_s=300.0, duration_s=1500.0)
 QUICK = Trial(seeds=(1,), warm_s=60.0, duration_s=240.0)
-NATIVE = Trial(seeds=(1,), warm_s=60.0, duration_s=360.0)
-NATIVE_HOUR = Trial(seeds=(1001,), warm_s=60.0, duration_s=660.0)
+NATIVE = Trial(seeds=(1, 2, 3), warm_s=60.0, duration_s=660.0)
+NATIVE_HOUR = Trial(seeds=tuple(range(1001, 1007)), warm_s=60.0, duration_s=660.0)
 WHAT_IFS = 20
 BREAK_STEP = 1.02
 OURS = "motet"

@@ -24,6 +24,10 @@ from motet.twin.planning.loads import Loads
 
 Packer = Callable[[Demand, Sequence[fleet.Kind]], fleet.Packing]
 SHARED = Limits(busy=1.0, z=0.0, latency=4.0)
+"""What no worker can go beyond, whatever the others take over."""
+DEALT = Limits(busy=1.2, z=0.0, latency=np.inf)
+"""Limits with which adapters are dealt to workers that share the load of all: what is too much for one, others take over, and
+how late requests are then, only the twin can say."""
 ROUNDS = 6
 MOST_LOAD = 1.5
 """Up to this multiple of the load it is looked where a plan breaks."""
@@ -163,8 +167,8 @@ def fewer(
     if len(offers) != 1 or not offers[0].kind.together or goal.survive or goal.objective == "latency":
         return made
     setting = made.workers[0].setting
-    (kind,) = bounding(offers, goal)
-    only = replace(kind, settings=kind.settings.take(np.array([setting])))
+    (kind,) = offered(offers, goal)
+    only = replace(kind, settings=kind.settings.take(np.array([setting])), limits=DEALT)
     while len(made.workers) > 1:
         try:
             packed = pack_onto(made.loads.demand, [only], [len(made.workers) - 1]).workers
