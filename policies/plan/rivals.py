@@ -31,6 +31,8 @@ from motet.policies.plan.prefixes import by_prefixes, zigzag
 Rival = Callable[[Demand, Sequence[Kind]], Packing]
 NO_SETTING = -1
 SEED = 1
+DLORA_MOST = 128
+"""Workers up to which dLoRA's placement is asked for. Its time grows with the square of their number."""
 
 
 def max_base(demand: Demand, kinds: Sequence[Kind], *, half: bool = False) -> Packing:
@@ -91,10 +93,10 @@ def rank_grouped(demand: Demand, kinds: Sequence[Kind]) -> Packing:
     return Packing(workers=tuple(adapters.packed(workers)), cost=sum(kinds[one.kind].cost for one in workers))
 
 
-def fewest(place: Callable[[Demand, Kind, int], Packing]) -> Rival:
+def fewest(place: Callable[[Demand, Kind, int], Packing], most: int | None = None) -> Rival:
     """A rival that is told how many workers there are, at its best: with the fewest that the law does not find strained.
 
-    Raises CannotServe where there is no such number.
+    At most `most`, or one for each adapter. Raises CannotServe where there is no such number.
     """
 
     def packed(demand: Demand, kinds: Sequence[Kind]) -> Packing:
@@ -104,11 +106,11 @@ def fewest(place: Callable[[Demand, Kind, int], Packing]) -> Rival:
             except CannotServe:
                 return math.inf
 
-        high = 1
+        high, end = 1, min(len(demand), most or len(demand))
         while strain(high) > 1.0:
-            if high >= len(demand):
-                raise CannotServe("every number of workers is strained")
-            high = min(2 * high, len(demand))
+            if high >= end:
+                raise CannotServe(f"every number of workers up to {end} is strained")
+            high = min(2 * high, end)
         low = high // 2
         while high - low > 1:
             middle = (low + high) // 2
@@ -159,7 +161,7 @@ RIVALS: dict[str, Rival] = {
     "maxbase": max_base,
     "maxbase*": lambda demand, kinds: max_base(demand, kinds, half=True),
     "random": fewest(at_random),
-    "dlora": fewest(dlora),
+    "dlora": fewest(dlora, most=DLORA_MOST),
     "proposedlat": fewest(proposed_lat),
     "rank_grouped": rank_grouped,
     "paper": lambda demand, kinds: greedy(demand, kinds[0]),
