@@ -14,6 +14,7 @@ from motet.twin.metrics import STARVED_BELOW
 from motet.twin.planning.kinds import Kind, Outcome, Part
 from motet.twin.planning.loads import Loads
 
+ROUNDING = 1e-9
 SURE = 3.0
 """An adapter with few requests misses its objective only if so many standard deviations cannot explain its misses."""
 
@@ -42,8 +43,8 @@ Run = Callable[[Sequence[Job]], Iterable[list[Outcome]]]
 class Result:
     """What the twin found for one worker, over all seeds. Columns are [adapters].
 
-    `missed_together`: by how many requests the workers that share their load exceed what they may miss; for a worker by itself
-    it is its own excess. Which of them served a late request is chance.
+    `budget_spent`: the requests that missed, over those that may miss, of all workers that share their load; of a worker by
+    itself, its own. Which of them served a late request is chance.
     """
 
     arrived: np.ndarray
@@ -54,7 +55,7 @@ class Result:
     in_tpot: float
     ttft_p99_ms: float
     tpot_p99_ms: float
-    missed_together: float
+    budget_spent: float
 
     @property
     def share(self) -> float:
@@ -80,7 +81,7 @@ class Result:
     @property
     def valid(self) -> bool:
         """The worker keeps the objectives of all its requests, and each of its adapters does."""
-        return self.missed_together <= 0 and not self.missing.any() and not self.starved
+        return self.budget_spent <= 1.0 + ROUNDING and not self.missing.any() and not self.starved
 
     @property
     def missed(self) -> str:
@@ -126,13 +127,17 @@ def check(
 
 def _shared(results: Sequence[Result], kinds: Sequence[int], together: Sequence[int]) -> list[Result]:
     """The results where workers of some kinds miss together what each of them misses."""
-    excess = {
-        kind: sum(result.missed_together for result, of in zip(results, kinds, strict=True) if of == kind) for kind in together
-    }
+    spent = {kind: budget_spent([result for result, of in zip(results, kinds, strict=True) if of == kind]) for kind in together}
     return [
-        replace(result, missed_together=excess.get(kind, result.missed_together))
-        for result, kind in zip(results, kinds, strict=True)
+        replace(result, budget_spent=spent.get(kind, result.budget_spent)) for result, kind in zip(results, kinds, strict=True)
     ]
+
+
+def budget_spent(results: Sequence[Result]) -> float:
+    """The requests of several workers that missed, over those that may miss."""
+    missed = sum(int((result.arrived - result.attained).sum()) for result in results)
+    allowed = sum(float((result.arrived * (1.0 - result.required)).sum()) for result in results)
+    return missed / allowed if allowed else np.inf if missed else 0.0
 
 
 def _key(loads: Loads) -> bytes:
@@ -145,7 +150,7 @@ def _merged(outcomes: Sequence[Outcome], loads: Loads) -> Result:
     attained = np.sum([one.attained for one in outcomes], axis=0)
     required = np.array([loads.objectives[index].share for index in loads.objective.tolist()])
     total = max(1, int(arrived.sum()))
-    return Result(
+    found = Result(
         arrived=arrived,
         served=np.sum([one.served for one in outcomes], axis=0),
         attained=attained,
@@ -154,5 +159,6 @@ def _merged(outcomes: Sequence[Outcome], loads: Loads) -> Result:
         in_tpot=sum(one.in_tpot for one in outcomes) / total,
         ttft_p99_ms=max(one.ttft_p99_ms for one in outcomes),
         tpot_p99_ms=max(one.tpot_p99_ms for one in outcomes),
-        missed_together=float((arrived * required - attained).sum()),
+        budget_spent=0.0,
     )
+    return replace(found, budget_spent=budget_spent([found]))

@@ -35,6 +35,8 @@ LOAD_STEP = 0.02
 LEAST_CUT, MOST_CUT = 0.8, 0.98
 """By how much one round lowers a limit, at most and at least."""
 MORE_Z = 1.1
+SURE = 0.5
+"""Share of the requests that may miss which a trial may spend: another hour has other bursts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,12 @@ class Made:
         return whole and (self.left is None or self.left.valid)
 
     @property
+    def sure(self) -> bool:
+        """It is valid, and would be with twice as many misses."""
+        results = (*self.results, *(self.left.results if self.left is not None else ()))
+        return self.valid and all(_sure(result) for result in results)
+
+    @property
     def cost(self) -> float:
         """Of all workers."""
         return sum(self.offers[worker.kind].cost for worker in self.workers)
@@ -96,6 +104,10 @@ class Made:
     def parts(self) -> list[tuple[int, Part]]:
         """(kind, part) of each worker."""
         return [(worker.kind, part_of(worker, self.loads)) for worker in self.workers]
+
+
+def _sure(result: Result) -> bool:
+    return result.valid and result.budget_spent <= SURE
 
 
 def part_of(worker: Packed, loads: Loads) -> Part:
@@ -146,11 +158,11 @@ def make(
             return made
         say(f"round {round_}: simulating {len(workers)} workers")
         made = replace(made, results=tuple(tried(made.parts, offers, trial, run)))
-        if goal.survive and made.valid:
+        if goal.survive and made.sure:
             say(f"round {round_}: simulating {len(workers) - goal.survive} of {len(workers)} workers")
             left = without(made, goal.survive)
             made = replace(made, left=replace(left, results=tuple(tried(left.parts, offers, trial, run))))
-        if made.valid:
+        if made.sure:
             return fewer(made, offers, goal, trial, run, say)
         kinds = tightened(made if made.left is None else made.left, kinds)
     assert made is not None
@@ -178,7 +190,7 @@ def fewer(
         say(f"simulating {len(workers)} workers")
         less = replace(made, workers=workers)
         less = replace(less, results=tuple(tried(less.parts, offers, trial, run)))
-        if not less.valid:
+        if not less.sure:
             return made
         made = less
     return made
@@ -230,7 +242,7 @@ def tightened(made: Made, kinds: Sequence[fleet.Kind]) -> list[fleet.Kind]:
     """The kinds with lower limits where a worker missed: of latencies for TPOT, of the batch and the load for TTFT."""
     found = list(kinds)
     for worker, result in zip(made.workers, made.results, strict=True):
-        if result.valid:
+        if _sure(result):
             continue
         limits = kinds[worker.kind].limits.at(worker.setting)
         if result.missed == "TPOT":

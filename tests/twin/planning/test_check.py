@@ -92,13 +92,21 @@ def result(arrived: list[int], attained: list[int], served: list[int] | None = N
         in_tpot=1.0,
         ttft_p99_ms=1.0,
         tpot_p99_ms=1.0,
-        missed_together=float((np.array(arrived) * needed - done).sum()),
+        budget_spent=float((np.array(arrived) - done).sum() / (np.array(arrived) * (1.0 - needed)).sum()),
     )
 
 
-@pytest.mark.parametrize(("attained", "valid"), [(990, True), (989, False)])
-def test_a_worker_keeps_its_objectives_when_the_required_share_of_its_requests_does(attained: int, valid: bool) -> None:
-    assert result([1000], [attained]).valid is valid
+@pytest.mark.parametrize(
+    ("required", "attained", "valid"),
+    [(0.99, 990, True), (0.99, 989, False), (0.9, 900, True), (1.0, 1000, True), (1.0, 999, False)],
+)
+def test_a_worker_keeps_its_objectives_when_the_required_share_of_its_requests_does(
+    required: float, attained: int, valid: bool
+) -> None:
+    (found,) = tried(
+        [(0, Part(setting=0, loads=loads([1.0], share=required)))], Told(lambda *_: outcome([1000], attained=[attained]))
+    )
+    assert found.valid is valid
 
 
 def test_an_adapter_with_few_requests_is_not_missing_by_chance() -> None:
