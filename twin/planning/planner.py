@@ -6,12 +6,14 @@ requests drawn anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from motet.policies.plan import fleet
+from motet.policies.plan.bound import bound
 from motet.policies.plan.capacity import Limits
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import CannotServe, Packed, placed
@@ -172,7 +174,7 @@ def make(
 def fewer(
     made: Made, offers: Sequence[Offer], goal: Goal, trial: Trial, run: Run, say: Callable[[str], None] = lambda _: None
 ) -> Made:
-    """The plan with fewer workers as long as the twin finds it valid, where workers share the load of all.
+    """The plan with the fewest workers that the twin finds valid, by bisection, where workers share the load of all.
 
     The law's margins for chance are those of a worker by itself. Schedulers that send requests to whoever is free need less.
     """
@@ -181,18 +183,19 @@ def fewer(
     setting = made.workers[0].setting
     (kind,) = offered(offers, goal)
     only = replace(kind, settings=kind.settings.take(np.array([setting])), limits=DEALT)
-    while len(made.workers) > 1:
+    too_few = math.ceil(bound(made.loads.demand, bounding(offers, goal)).value - 1e-6) - 1
+    while len(made.workers) - too_few > 1:
+        count = (too_few + len(made.workers)) // 2
         try:
-            packed = pack_onto(made.loads.demand, [only], [len(made.workers) - 1]).workers
+            packed = pack_onto(made.loads.demand, [only], [count]).workers
         except CannotServe:
-            return made
+            too_few = count
+            continue
         workers = tuple(placed(made.loads.demand, made.kinds, 0, setting, worker.share_of) for worker in packed)
-        say(f"simulating {len(workers)} workers")
+        say(f"simulating {count} workers")
         less = replace(made, workers=workers)
         less = replace(less, results=tuple(tried(less.parts, offers, trial, run)))
-        if not less.sure:
-            return made
-        made = less
+        made, too_few = (less, too_few) if less.sure else (made, count)
     return made
 
 
