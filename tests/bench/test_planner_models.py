@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import planner_models
-from bench.planner_models import Data, macro_f1, near, smape
+from bench.planner_models import Data, macro_f1, near, smape, within_2x
 from bench.watch import Watch
 from motet.policies.plan.surrogate import Trees
 from motet.twin.surrogate import train
@@ -51,6 +51,10 @@ def test_the_papers_error_is_half_of_the_usual_one_and_f1_is_a_mean() -> None:
     assert np.isnan(smape(np.array([]), np.array([])))
 
 
+def test_a_prediction_is_within_a_factor_of_2_on_either_side() -> None:
+    assert within_2x(np.array([51.0, 199.0, 49.0, 201.0]), np.full(4, 100.0)) == 0.5
+
+
 def test_the_boundary_is_where_the_load_is_near_the_capacity(table: Table) -> None:
     busy = table.busy[near(table)]
     assert 0 < len(busy) < len(table)
@@ -72,6 +76,7 @@ def test_the_papers_models_and_the_small_tree_learn_too_and_rules_are_few(table:
     for family in planner_models.FAMILIES:
         assert np.mean(models.starved(family, mine.paper_features) == mine.starved) > 0.9
     assert smape(models.tok_s("rf", mine.paper_features), mine.tok_s) < 5
+    assert smape(models.tok_s("svm", mine.paper_features), mine.tok_s) < 5
     assert smape(models.tok_s("small_tree", mine.paper_features), mine.tok_s) < 15
     for tree in (models.small_throughput, models.small_starvation):
         assert 1 < len(list(tree.rules())) <= train.MOST_RULES
@@ -104,6 +109,27 @@ def test_a_search_prefers_what_predicts() -> None:
     assert score > 0.8
 
 
+def test_an_svm_learns_over_decades_and_answers_far_away_with_a_number() -> None:
+    rates = np.geomspace(1, 1000, 60)
+    x = np.column_stack([np.full((60, 1), 8.0), rates, np.zeros((60, 1)), np.full((60, 3), 16.0), np.full((60, 1), 8.0)])
+    model = train.fit(train.THROUGHPUT["svm"], {"C": 1000, "kernel": "rbf", "epsilon": 1}, x, 400 * rates, trees=False)
+    assert model.predict(x) == pytest.approx(400 * rates, rel=0.1)
+    assert np.isfinite(model.predict(x * 1e6)).all() and (model.predict(x * 1e6) > 0).all()
+
+
+def test_the_nearest_run_is_one_of_nearly_the_same_rate_whatever_its_ranks() -> None:
+    near, far = [64.0, 10.0, 0.1, 32.0, 20.0, 8.0, 32.0], [64.0, 14.0, 0.1, 16.0, 16.0, 0.0, 32.0]
+    model = train.fit(train.THROUGHPUT["knn"], {"p": 2}, np.array([near, far]), np.array([1.0, 2.0]), trees=False)
+    assert model.predict([[64.0, 10.5, 0.1, 16.0, 16.0, 0.0, 32.0]]) == [1.0]
+
+
+def test_a_search_of_a_scaled_model_names_points_as_the_grid_does() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(1, 2, (120, 7))
+    few = replace(train.THROUGHPUT["svm"], points=[{"kernel": "linear", "C": 1000}, {"kernel": "linear", "C": 1e-6}])
+    assert train.search(few, x, np.exp(x[:, 0]), scoring="r2", trees=False)[0] == {"kernel": "linear", "C": 1000}
+
+
 def test_the_bench_counts_flagged_runs_apart_and_says_who_is_right(
     table: Table, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -112,7 +138,7 @@ def test_the_bench_counts_flagged_runs_apart_and_says_who_is_right(
     flagged = replace(test, flagged=np.arange(len(test)) % 2 == 0)
     data = Data(table.where(~held), {"set": flagged}, {})
     monkeypatch.setattr(planner_models, "data_of", lambda args: data)
-    args = Namespace(runs=None, search=False, write=tmp_path / "models.json", quick=False, watch=Watch())
+    args = Namespace(runs=None, search=None, write=tmp_path / "models.json", quick=True, watch=Watch())
     figures = planner_models.run(args)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     counts = {line[2]: int(line[3].replace(",", "")) for line in lines if line[:2] == ["llama", "set"]}

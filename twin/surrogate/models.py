@@ -19,7 +19,6 @@ from motet.twin.surrogate import train
 from motet.twin.surrogate.samples import SEED, draw
 from motet.twin.surrogate.table import Table
 
-LEAST_TOK_S = 1.0  # an SVM's answer may be negative
 LOAD = [name for name in features.LAW if name not in ("ttft_share", "tpot_share")]
 """The features from the law that do not depend on objectives."""
 
@@ -37,7 +36,7 @@ class PaperModels:
         """Throughput of runs [runs, features] by a family of scikit-learn's models, or by the small tree."""
         if family == "small_tree":
             return self.small_throughput.predict(x)
-        return np.maximum(self.throughput[family].predict(x), LEAST_TOK_S)
+        return np.asarray(self.throughput[family].predict(x))
 
     def starved(self, family: str, x: Floats) -> NDArray[np.bool_]:
         """Whether runs starve, by the same."""

@@ -6,10 +6,13 @@ at most 32 rules. Where the paper is silent or its grid is redundant:
 
     max_features "auto" no longer exists: it meant 1.0 for regression; "friedman_mse" is "squared_error", "log_loss" "entropy"
     points of a grid that do the same are one point: degree outside of poly, coef0 and gamma outside of their kernels, gamma
-    "auto" beside "scale" on scaled features, min_samples_split up to twice min_samples_leaf, and any epsilon up to 5 of
-    thousands of tokens/s; 468 of 3,456 points of the forest's regression remain (one resource), and 636 of 9,216 of the SVM's
+    "auto" beside "scale" on scaled features, min_samples_split up to twice min_samples_leaf, and any epsilon up to 1 percent;
+    468 of 3,456 points of the forest's regression remain (one resource), and 636 of 9,216 of the SVM's
     the number of trees is the halving's resource (8 to 256), of the other models it is the number of samples
-    SVM and KNN get features of mean 0 and deviation 1; the SVM gets a limit of iterations, because some points never converge
+    SVM and KNN get logarithms of 1 + feature, since rates and adapters go over decades; for the SVM these have mean 0 and
+    deviation 1, and throughput is learned as a logarithm in percent, so that epsilon is in percent
+    KNN counts the sum of rates three times and ranks a tenth (`NEAR_WEIGHTS`), the best of twelve in cross-validation
+    the SVM gets a limit of iterations, because some points never converge
 
 Ours learn what the law gets wrong: features without units, so that one model serves every profile and every length.
 """
@@ -24,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
+from sklearn.compose import TransformedTargetRegressor
 from sklearn.ensemble import (
     GradientBoostingClassifier,
     GradientBoostingRegressor,
@@ -34,11 +38,12 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.experimental import enable_halving_search_cv  # noqa: F401 - makes the next import possible
 from sklearn.model_selection import HalvingGridSearchCV, KFold, StratifiedKFold, cross_val_predict
 from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from sklearn.svm import SVC, SVR
 from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
+from motet.policies.plan.features import PAPER
 from motet.policies.plan.surrogate import Trees
 
 Floats = NDArray[np.float64]
@@ -48,7 +53,9 @@ FOLDS = 5
 SEED = 0
 TREES_MOST, TREES_LEAST = 256, 8  # the resource of a forest's search
 SAMPLES_LEAST = 60  # the first round of the other searches
-SVM_ITERATIONS = 10_000
+SVM_ITERATIONS = 100_000
+NEAR_WEIGHTS = {"rate_sum_req_s": 3.0, "rank_max": 0.1, "rank_mean": 0.1, "rank_std": 0.1}  # of distances; others 1
+MOST_PERCENT = 2000.0  # e^20 tokens/s, where the answer of an SVM far from its data ends
 MOST_RULES = 32
 RULE_COST = 0.01  # a rule must lower the error by so much of it
 BOOSTED = {
@@ -92,16 +99,51 @@ def _svm_points(fixed: Point) -> list[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of model for one task: how to make it, and the points of its grid."""
+    """One kind of model for one task: how to make it, the points of its grid, and how its features are scaled.
+
+    `percent`: it learns 100 times the logarithm of its target.
+    """
 
     make: Callable[..., Any]
     points: Sequence[Point]
-    scaled: bool = False
+    scale: Callable[[], Any] | None = None
+    percent: bool = False
 
     def model(self, point: Mapping[str, Any], **more: Any) -> Any:
         """An untrained model with the parameters of a point."""
-        estimator = self.make(**point, **more)
-        return make_pipeline(StandardScaler(), estimator) if self.scaled else estimator
+        model = self.make(**point, **more)
+        if self.scale is not None:
+            model = Pipeline([("scale", self.scale()), ("model", model)])
+        return TransformedTargetRegressor(model, func=_percent, inverse_func=_of_percent) if self.percent else model
+
+    @property
+    def prefix(self) -> str:
+        """What `model` calls a parameter of a point, before the parameter's name."""
+        return "regressor__" * self.percent + "model__" * (self.scale is not None)
+
+
+def _percent(target: Floats) -> Floats:
+    return 100.0 * np.log(target)
+
+
+def _of_percent(percent: Floats) -> Floats:
+    return np.asarray(np.exp(np.clip(percent, 0.0, MOST_PERCENT) / 100.0))
+
+
+def _standard_logs() -> Any:
+    return make_pipeline(FunctionTransformer(np.log1p), StandardScaler())
+
+
+def _weighted_logs() -> Any:
+    return FunctionTransformer(_weighted)
+
+
+def _weighted(x: Floats) -> Floats:
+    return np.log1p(x) * [NEAR_WEIGHTS.get(name, 1.0) for name in PAPER]
+
+
+def _svm(kind: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **point: kind(max_iter=SVM_ITERATIONS, **point)
 
 
 def _neighbour(kind: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,75 +152,77 @@ def _neighbour(kind: Callable[..., Any]) -> Callable[..., Any]:
 
 THROUGHPUT = {
     "rf": Family(RandomForestRegressor, _forest_points(("squared_error", "absolute_error", "poisson"), (1.0, "sqrt", "log2"))),
-    "svm": Family(lambda **point: SVR(max_iter=SVM_ITERATIONS, **point), _svm_points({"epsilon": 1}), scaled=True),
-    "knn": Family(_neighbour(KNeighborsRegressor), [{"p": 1}, {"p": 2}], scaled=True),
+    "svm": Family(_svm(SVR), _svm_points({"epsilon": 1}), _standard_logs, percent=True),
+    "knn": Family(_neighbour(KNeighborsRegressor), [{"p": 1}, {"p": 2}], _weighted_logs),
 }
 STARVATION = {
     "rf": Family(RandomForestClassifier, _forest_points(("gini", "entropy"), (None, "sqrt", "log2"))),
-    "svm": Family(lambda **point: SVC(max_iter=SVM_ITERATIONS, **point), _svm_points({}), scaled=True),
-    "knn": Family(_neighbour(KNeighborsClassifier), [{"p": 1}, {"p": 2}], scaled=True),
+    "svm": Family(_svm(SVC), _svm_points({}), _standard_logs),
+    "knn": Family(_neighbour(KNeighborsClassifier), [{"p": 1}, {"p": 2}], _weighted_logs),
 }
 
 
-_DEEP: Point = {"max_depth": 20, "max_features": 1.0, "min_samples_leaf": 1, "min_samples_split": 2, "n_estimators": 216}
+_DEEP: Point = {"max_features": 1.0, "min_samples_leaf": 1, "min_samples_split": 2, "n_estimators": 216}
 CHOSEN: dict[str, dict[str, dict[str, Point]]] = {
     "llama-3.1-8b@h100": {
         "throughput": {
-            "rf": {"criterion": "poisson", **_DEEP},
-            "svm": {"C": 10000, "epsilon": 1, "gamma": "scale", "kernel": "rbf"},
-            "knn": {"p": 1},
+            "rf": {"criterion": "poisson", "max_depth": 10, **_DEEP},
+            "svm": {"C": 1000, "epsilon": 1, "gamma": "scale", "kernel": "rbf"},
+            "knn": {"p": 2},
         },
         "starvation": {
             "rf": {
                 "criterion": "entropy",
-                "max_depth": 5,
+                "max_depth": None,
                 "max_features": None,
                 "min_samples_leaf": 1,
                 "min_samples_split": 10,
                 "n_estimators": 216,
             },
-            "svm": {"C": 100, "kernel": "linear"},
+            "svm": {"C": 10000, "gamma": 0.01, "kernel": "rbf"},
             "knn": {"p": 2},
         },
     },
     "qwen2.5-7b@h100": {
         "throughput": {
-            "rf": {"criterion": "squared_error", **_DEEP},
-            "svm": {"C": 1000, "coef0": 0.5, "degree": 2, "epsilon": 1, "gamma": "scale", "kernel": "poly"},
-            "knn": {"p": 1},
+            "rf": {"criterion": "squared_error", "max_depth": None, **_DEEP},
+            "svm": {"C": 10000, "epsilon": 1, "gamma": 0.1, "kernel": "rbf"},
+            "knn": {"p": 2},
         },
         "starvation": {
             "rf": {
                 "criterion": "entropy",
-                "max_depth": 20,
+                "max_depth": 10,
                 "max_features": None,
-                "min_samples_leaf": 2,
-                "min_samples_split": 5,
+                "min_samples_leaf": 1,
+                "min_samples_split": 2,
                 "n_estimators": 216,
             },
-            "svm": {"C": 1000, "kernel": "linear"},
-            "knn": {"p": 1},
+            "svm": {"C": 1000, "coef0": 1, "degree": 2, "gamma": 0.1, "kernel": "poly"},
+            "knn": {"p": 2},
         },
     },
 }
 """What `python -m bench planner_models --search` chose on simulated runs, by profile, task and family."""
 
 
-def search(family: Family, x: Floats, y: NDArray[Any], *, scoring: str, trees: bool) -> tuple[Point, float]:
-    """The best point of a family's grid and its score in cross-validation. `trees`: the resource is the number of trees."""
+def search(family: Family, x: Floats, y: NDArray[Any], *, scoring: Any, trees: bool) -> tuple[Point, float]:
+    """The best point of a family's grid and its score in cross-validation.
+
+    `scoring`: as scikit-learn takes it; `trees`: the resource is the number of trees.
+    """
     folds = (StratifiedKFold if y.dtype == bool else KFold)(FOLDS, shuffle=True, random_state=SEED)
     resource: dict[str, Any] = {"min_resources": min(SAMPLES_LEAST, len(x))}
     more = {"random_state": SEED} if trees else {}
     if trees:
         resource = {"resource": "n_estimators", "min_resources": TREES_LEAST, "max_resources": TREES_MOST}
     model = family.model({}, **more)
-    prefix = f"{model.steps[-1][0]}__" if family.scaled else ""
-    grid = [{prefix + name: [value] for name, value in point.items()} for point in family.points]
+    grid = [{family.prefix + name: [value] for name, value in point.items()} for point in family.points]
     found = HalvingGridSearchCV(model, grid, cv=folds, scoring=scoring, refit=False, random_state=SEED, **resource)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         found.fit(x, y)
-    return {name.removeprefix(prefix): value for name, value in found.best_params_.items()}, float(found.best_score_)
+    return {name.removeprefix(family.prefix): value for name, value in found.best_params_.items()}, float(found.best_score_)
 
 
 def fit(family: Family, point: Point, x: Floats, y: NDArray[Any], *, trees: bool) -> BaseEstimator:
