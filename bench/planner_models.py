@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import f1_score, make_scorer
@@ -29,17 +28,17 @@ from bench import report
 from bench.planner_samples import OUT, spawn
 from bench.watch import Watch
 from motet.policies.plan import features
-from motet.policies.plan.surrogate import Trees
 from motet.shared.json_files import FileError
 from motet.twin.metrics import STARVED_BELOW
 from motet.twin.surrogate import train
 from motet.twin.surrogate.models import ATTAINED, OurModels, PaperModels, not_simulated, our_models, paper_models
-from motet.twin.surrogate.samples import draw, from_cells, simulate
+from motet.twin.surrogate.rules import FILE, Rules, encode
+from motet.twin.surrogate.samples import PAPER_TOKENS, SEATS, draw, from_cells, simulate
 from motet.twin.surrogate.table import Table, from_measured, from_samples
 from motet.twin.vllm.calibrate import Calibration, calibrate
 from motet.twin.vllm.client import PORTS, Outcome
 from motet.twin.vllm.published import MODELS, fitted, published
-from motet.twin.vllm.runs import Measured, Run, predict, read_runs
+from motet.twin.vllm.runs import ANSWERED_SHARE, Measured, Run, predict, read_runs
 from motet.twin.vllm.tables import rows
 
 PURPOSES = ("ml-test", "dt-validation")  # the first is the paper's test set
@@ -73,7 +72,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         choices=[f"{task}:{family}" for task, runs in SEARCHED_RUNS.items() for family in runs],
         help="choose hyperparameters anew, print them, and end (repeatable)",
     )
-    parser.add_argument("--write", type=Path, help="write the small trees and our models, as JSON")
+    parser.add_argument("--write", type=Path, help="write the small trees and how good they are (`twin.surrogate.rules`)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +97,8 @@ def figures(args: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"planner_models: {error}") from None
     if args.search:
         return _search(data.train, args.search, args.watch)
+    if args.write and not data.measured:
+        raise SystemExit("planner_models: --write says how good the rules are on measured runs; give --runs")
     began_s = time.monotonic()
     free = {name: not_simulated(name, QUICK_FREE_RUNS if args.quick else FREE_RUNS) for name in MODELS}
     models = {name: paper_models(_of_paper(data.train, name), free[name], train.CHOSEN[name]) for name in MODELS}
@@ -112,8 +113,11 @@ def figures(args: argparse.Namespace) -> dict[str, Any]:
         | _ceiling(data, answers, args)
         | _measured_ttft(data, ours, args)
     )
-    if args.write:
-        args.write.write_bytes(msgspec.json.encode(_kept(models, ours)) + b"\n")
+    if data.measured:
+        trees = {name: kept(name, models[name], data, len(free[name])) for name in MODELS}
+        if args.write:
+            args.write.write_bytes(encode(trees))
+        found["rules_are_fresh"] = encode(trees) == FILE.read_bytes()
     if args.runs is not None:
         found["published_is_fresh"] = fitted(args.runs) == {name: published(name) for name in MODELS}
     numbers = found | _held_out(data.train) | {"trained_on": len(data.train)}
@@ -173,11 +177,22 @@ def _of_paper(table: Table, name: str) -> Table:
     return table.where(table.paper & (table.profile == name))
 
 
-def _kept(models: dict[str, PaperModels], ours: OurModels) -> dict[str, Trees]:
-    kept = {"served": ours.served, "ttft": ours.ttft, "attained": ours.attained}
-    for name, of in models.items():
-        kept |= {f"{name} throughput": of.small_throughput, f"{name} starvation": of.small_starvation}
-    return kept
+def kept(name: str, models: PaperModels, data: Data, free: int) -> Rules:
+    """The small trees of a profile, and how good they are on the first measured set."""
+    test = _of_paper(data.tests[PURPOSES[0]], name)
+    prompt_tokens, output_tokens = PAPER_TOKENS[name]
+    return Rules(
+        throughput=models.small_throughput,
+        starvation=models.small_starvation,
+        prompt_tokens=prompt_tokens,
+        output_tokens=round(output_tokens * ANSWERED_SHARE[MODELS[name]], 1),
+        seats=SEATS,
+        simulated_runs=len(_of_paper(data.train, name)),
+        forest_runs=free,
+        measured_runs=len(test),
+        smape_percent=round(smape(models.tok_s("small_tree", test.paper_features), test.tok_s), 2),
+        f1=round(macro_f1(test.starved, models.starved("small_tree", test.paper_features)), 3),
+    )
 
 
 # ---- accuracy

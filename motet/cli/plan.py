@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
-from motet.cli import plan_show
+from motet.cli import plan_rules, plan_show
 from motet.cli.client import ApiError
 from motet.cli.plan_cases import Cases
 from motet.cli.plan_demand import live, loads_of
@@ -76,6 +77,7 @@ MOST_MINUTES = 24 * 60
 )
 @click.option("--explain", metavar="ADAPTER", help="Say why an adapter is where it is.")
 @click.option("--rivals", is_flag=True, help="Compare with how other planners would place the adapters.")
+@click.option("--rules", is_flag=True, help="Print rules of thumb for vLLM workers and plan nothing.")
 @click.option("--check", "old", type=EXISTING, metavar="PLAN", help="Judge an old plan on this load instead of making one.")
 @click.option("--no-check", "unchecked", is_flag=True, help="Do not simulate the plan: what the law says, at once.")
 @click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True, help="Simulations of each worker.")
@@ -88,7 +90,7 @@ MOST_MINUTES = 24 * 60
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of generated workloads.")
 @click.option("--html", "page", type=NEW, help="Write a page with the plan and its pictures; needs the extra `plots`.")
-@click.option("--json", "file", type=NEW, metavar="FILE", help="Write the plan.")
+@click.option("--json", "file", type=NEW, metavar="FILE", help="Write the plan; with --rules, the rules.")
 def plan(**options: Any) -> None:
     """Plan how many workers a set of adapters needs within its objectives, and try the plan in the digital twin.
 
@@ -100,7 +102,11 @@ def plan(**options: Any) -> None:
       motet plan --trace week.jsonl --worker a10.json,cost=0.6,most=8 --worker h100.json,cost=2.9 --objective cost
       motet plan --from http://localhost:8000 --worker a10.json --what-if rate=2 --what-if lose=1 --json plan.json
       motet plan --check plan.json --trace other.jsonl --worker a10.json
+      motet plan --rules --worker vllm:llama-3.1-8b@h100
     """
+    if options["rules"]:
+        _rules(options["workers"], options["file"])
+        return
     try:
         with Telling() as say, processes() as run:
             _plan(options, run, say)
@@ -147,6 +153,16 @@ def _plan(options: dict[str, Any], run: Run, say: Callable[[str], None]) -> None
         options["page"].write_text(text, encoding="utf-8")
     if written.checked is not None and not written.checked.valid:
         raise click.ClickException(f"the twin finds no plan valid after {made.rounds} rounds: {plan_show.missing(written)}")
+
+
+def _rules(workers: Sequence[str], file: Path | None) -> None:
+    """Prints, and writes, the rules of kinds of workers."""
+    found = plan_rules.rules_of(workers)
+    if file:
+        plan_rules.write(file, found)
+    console = terminal()
+    for profile, of in found.items():
+        plan_rules.show(console, profile, of)
 
 
 def _judge(old: Plan, loads: Loads, offers: Sequence[Offer], trial: Trial, run: Run) -> None:

@@ -12,9 +12,9 @@ import pytest
 from bench import planner_models
 from bench.planner_models import Data, macro_f1, near, smape, within_2x
 from bench.watch import Watch
-from motet.policies.plan.surrogate import Trees
 from motet.twin.surrogate import train
 from motet.twin.surrogate.models import not_simulated, our_models, paper_models
+from motet.twin.surrogate.rules import decode, encode
 from motet.twin.surrogate.samples import Labels, draw
 from motet.twin.surrogate.table import STARVED_BELOW, Table, from_samples
 
@@ -138,7 +138,7 @@ def test_the_bench_counts_flagged_runs_apart_and_says_who_is_right(
     flagged = replace(test, flagged=np.arange(len(test)) % 2 == 0)
     data = Data(table.where(~held), {"set": flagged}, {})
     monkeypatch.setattr(planner_models, "data_of", lambda args: data)
-    args = Namespace(runs=None, search=None, write=tmp_path / "models.json", quick=True, watch=Watch())
+    args = Namespace(runs=None, search=None, write=None, quick=True, watch=Watch())
     figures = planner_models.run(args)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     counts = {line[2]: int(line[3].replace(",", "")) for line in lines if line[:2] == ["llama", "set"]}
@@ -147,5 +147,17 @@ def test_the_bench_counts_flagged_runs_apart_and_says_who_is_right(
     law = macro_f1(mine.starved, mine.law_tok_s < STARVED_BELOW * mine.asked_tok_s)
     assert figures["f1_law_llama"] == round(law, 3)
     assert figures["us_per_prediction"] < 5
-    assert b"probability of starvation" in args.write.read_bytes()
-    assert isinstance(our_models(table).served, Trees)
+    with pytest.raises(SystemExit, match="--write says how good the rules are on measured runs; give --runs"):
+        planner_models.run(Namespace(**vars(args) | {"write": tmp_path / "rules.json"}))
+
+
+def test_what_ships_says_what_it_was_learned_from_and_how_good_it_is(table: Table) -> None:
+    held = planner_models.held_back(table)
+    data = Data(table.where(~held), {planner_models.PURPOSES[0]: table.where(held)}, {})
+    mine = data.train.where(data.train.paper & (data.train.profile == NAME))
+    models = paper_models(mine, not_simulated(NAME, 100), train.CHOSEN[NAME])
+    found = decode(encode({NAME: planner_models.kept(NAME, models, data, free=34)}))[NAME]
+    test = table.where(held & table.paper & (table.profile == NAME))
+    assert (found.simulated_runs, found.forest_runs, found.measured_runs) == (len(mine), 34, len(test))
+    assert found.smape_percent == pytest.approx(smape(found.throughput.predict(test.paper_features), test.tok_s), abs=0.005)
+    assert found.f1 == pytest.approx(macro_f1(test.starved, found.starvation.predict(test.paper_features) > 0.5), abs=5e-4)

@@ -15,6 +15,7 @@ from motet.cli.main import cli
 from motet.shared.plan import read_plan
 from motet.shared.profile import write_profile
 from motet.twin.profile import a10_llama2_7b
+from motet.twin.surrogate.rules import rules
 
 LLAMA = "vllm:llama-3.1-8b@h100"
 SLO = "standard:ttft=2000,tpot=100"
@@ -291,3 +292,45 @@ def test_a_plan_of_kinds_that_are_not_given_is_refused(question: tuple[str | Pat
 def test_a_mesh_that_does_not_answer_is_named() -> None:
     result = plan("--from", "http://127.0.0.1:9", "--worker", LLAMA)
     assert result.exit_code == 1 and "http://127.0.0.1:9" in one_line(result)
+
+
+# ---- rules
+
+
+def test_rules_are_printed_without_a_load_and_say_how_good_they_are() -> None:
+    result = plan("--rules", "--worker", LLAMA, "--worker", "vllm:qwen2.5-7b@h100,cost=2")
+    text = one_line(result)
+    assert result.exit_code == 0, result.output
+    shipped = rules("llama-3.1-8b@h100")
+    assert f"{LLAMA}: learned from {shipped.simulated_runs:,} simulated runs" in text
+    assert f"SMAPE of throughput is {shipped.smape_percent:.1f}% and F1 of starvation {shipped.f1:.3f}" in text
+    assert "docs/planning.md" in text and "vllm:qwen2.5-7b@h100: learned from" in text
+    assert "workers (" not in text
+    rows = [line.split(maxsplit=1) for line in lines(result)]
+    conditions, tok_s = next(iter(shipped.throughput.rules()))
+    assert [f"{tok_s:,.0f}", " and ".join(conditions)] in rows
+    assert any(row[0] == "starve" for row in rows if row)
+
+
+def test_rules_are_written_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "rules.json"
+    lines(plan("--rules", "--worker", LLAMA, "--json", file))
+    (found,) = json.loads(file.read_text()).values()
+    tree = rules("llama-3.1-8b@h100").starvation
+    assert [(tuple(rule["if"]), rule["probability"]) for rule in found["starvation"]] == list(tree.rules())
+    assert all(rule["starve"] == (rule["probability"] > 0.5) for rule in found["starvation"])
+    assert len(found["throughput"]) <= 32
+
+
+@pytest.mark.parametrize(
+    ("worker", "reason"),
+    [
+        ("a10.json", "--rules: a10.json has no rules; only published calibrations have some, vllm:NAME@GPU"),
+        ("vllm:gpt@h100", "--rules: there are no rules of 'gpt@h100'; there are those of llama-3.1-8b@h100, qwen2.5-7b@h100"),
+        ("", "--rules: give a --worker: vllm:llama-3.1-8b@h100"),
+    ],
+)
+def test_a_worker_without_rules_is_refused(worker: str, reason: str) -> None:
+    result = plan("--rules", *(("--worker", worker) if worker else ()))
+    assert result.exit_code == 2, result.output
+    assert reason in one_line(result).replace("│ ", "")
