@@ -276,20 +276,20 @@ def breaking(
     run: Run,
     say: Callable[[str], None] = lambda _: None,
 ) -> Breaking:
-    """Bisect the multiple of the load up to `MOST_LOAD`, with one seed."""
-    one = replace(trial, seeds=trial.seeds[:1])
+    """The multiple of the load, up to `MOST_LOAD`: in steps that double until a worker misses, then by bisection."""
 
     def first_to_miss(factor: float) -> tuple[int, str] | None:
         say(f"simulating {factor:.2f} x the load")
-        results = tried(parts, offers, one, run, factor)
+        results = tried(parts, offers, trial, run, factor)
         missing = [(result.share, place, result.missed) for place, result in enumerate(results) if not result.valid]
         return min(missing)[1:] if missing else None
 
-    low, high = 1.0, MOST_LOAD
-    broken = first_to_miss(high)
-    if broken is None:
-        return Breaking(holds_to=high, worker=None, missed="")
-    while high - low > LOAD_STEP:
+    low, high = 1.0, 1.0 + LOAD_STEP
+    while (broken := first_to_miss(high)) is None:
+        if high == MOST_LOAD:
+            return Breaking(holds_to=high, worker=None, missed="")
+        low, high = high, min(high + 2.0 * (high - low), MOST_LOAD)
+    while high - low > LOAD_STEP + 1e-9:
         middle = (low + high) / 2
         if (miss := first_to_miss(middle)) is None:
             low = middle
