@@ -65,8 +65,8 @@ def longest(enough: Callable[[Rows], NDArray[np.bool_]], end: int, guess: int) -
 def by_prefixes(adapters: Adapters, order: Rows, *, below: float = np.inf, needs: Floats | None = None) -> list[Worker]:
     """Workers for the adapters in an order. Of several kinds each worker is of the one with the least cost per token.
 
-    `below`: what they may cost; it is given up where the rest needs too much, by the cost that each adapter `needs` at least.
-    Raises CannotServe, too where no kind may have more workers.
+    `below`: the most that they may cost; `needs`: the cost that each adapter causes at least. Raises CannotServe as soon as the
+    workers so far and the needs of the rest are more, and where no kind may have more workers.
     """
     tokens = adapters.tokens
     kinds, packed, left = adapters.kinds, list[Worker](), order

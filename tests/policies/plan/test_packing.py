@@ -9,12 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from motet.policies.plan.bound import bound
 from motet.policies.plan.capacity import Limits, judge
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packing
 from motet.policies.plan.level import level
 from motet.policies.plan.packing import Procedure, pack, pack_onto
-from motet.policies.plan.prefixes import longest, zigzag
+from motet.policies.plan.prefixes import by_prefixes, longest, zigzag
 from tests.policies.plan.support import MIB, demand_of, demands, native_kind, served, vllm_kind
 
 slow = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -63,6 +64,18 @@ def test_the_points_of_the_bound_can_save_a_worker() -> None:
     rate = np.random.default_rng(0).choice([2.4, 1.2, 0.6, 0.3, 0.15], 100)
     workers = [len(pack(demand_of(rate, rank=32), [vllm_kind()], procedure=one).workers) for one in PROCEDURES]
     assert workers == [4, 3, 3]
+
+
+def test_an_order_is_given_up_as_soon_as_the_rest_needs_too_much() -> None:
+    """Promise: a further order costs little where the bound proves that it gains nothing."""
+    demand = demand_of(np.full(200, 1.0))
+    adapters = Adapters(demand, [vllm_kind()])
+    needs = bound(demand, [vllm_kind()]).needs
+    every = by_prefixes(adapters, zigzag(demand), below=needs.sum() + 1.0, needs=needs)
+    assert sorted(row for worker in every for row in worker.rows) == list(range(200))
+    adapters.best = lambda kind, loads: pytest.fail("nothing needs to be judged")  # type: ignore[method-assign]
+    with pytest.raises(CannotServe, match="do not suffice in this order"):
+        by_prefixes(adapters, zigzag(demand), below=needs.sum() - 0.1, needs=needs)
 
 
 @slow
