@@ -125,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
             data = file.read(MAX_JSON_BYTES + 1)
         if len(data) > MAX_JSON_BYTES:
             raise UnsupportedModel(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
-        value = json.loads(data.decode("utf-8"))
+        value = _plain(json.loads(data.decode("utf-8")))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -134,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise UnsupportedModel(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise UnsupportedModel(f"{path} is not a JSON object")
-    return _plain(value)
+    return value
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
