@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from motet.services.registry.peft_plan import Tensor
+from motet.services.registry.tensors import Tensor, as_f32
 from motet.shared.adapter_blob import DTYPE_BYTES
 from motet.shared.errors import InvalidAdapter
 from motet.shared.model import TensorDigest
@@ -60,13 +60,6 @@ def _digest(copy: Tensor, weights: BinaryIO, start: int, dtype: str) -> str:
             return ""
         digest.update(part.tobytes())
     return digest.hexdigest()
-
-
-def as_f32(data: bytes | memoryview, dtype: str) -> np.ndarray[Any, Any]:
-    """Numbers of a type in `DTYPE_BYTES` as float32, which is exact."""
-    if dtype == "BF16":
-        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-    return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype("<f4")
 
 
 def _from_f32(numbers: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any] | None:

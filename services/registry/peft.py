@@ -10,23 +10,19 @@ Numpy only; all functions block, so call them in a thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
-import numpy as np
 
-from motet.services.registry.copies import as_f32, check_copies
+from motet.services.registry.copies import check_copies
 from motet.services.registry.files import LIMIT_OPTION, WEIGHTS, too_large
 from motet.services.registry.peft_config import parse_config
-from motet.services.registry.peft_plan import Pair, Tensor, plan
+from motet.services.registry.peft_plan import Pair, plan
+from motet.services.registry.tensors import check_finite, numbers, read_tensor
 from motet.shared.adapter_blob import data_bytes, digest_of, read_header, read_index, write_blob
 from motet.shared.base_shapes import BaseShapes
-from motet.shared.errors import InvalidAdapter, TooLarge
+from motet.shared.errors import TooLarge
 from motet.shared.model import TensorDigest
-
-_EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
-_NUMPY = {"F32": "<f4", "F16": "<u2", "BF16": "<u2"}
-_CHUNK = 1 << 22  # elements checked at once, so that the check itself needs little memory
 
 
 class Converted(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,26 +35,6 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     dtype: str
     left_out: tuple[str, ...] = ()  # modules of the file that have no effect, for people
-
-
-def _check_finite(tensor: Tensor, data: memoryview) -> None:
-    """Raises InvalidAdapter for NaN and infinite weights: floats with all exponent bits set."""
-    kind, exponent = _EXPONENT[tensor.info.dtype]
-    bits: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]] = np.frombuffer(data, dtype=kind)
-    for begin in range(0, bits.size, _CHUNK):
-        bad = (bits[begin : begin + _CHUNK] & exponent) == exponent
-        if bad.any():
-            row, column = divmod(begin + int(bad.argmax()), tensor.info.shape[1])
-            raise InvalidAdapter(f"tensor {tensor.key}: NaN or infinity at [{row}, {column}]")
-
-
-def _matrix(tensor: Tensor, data: memoryview, dtype: str) -> np.ndarray[Any, Any]:
-    """The weights for a blob of `dtype`: in their own type, or as F32, which is exact for F16 and BF16."""
-    own = tensor.info.dtype
-    numbers: np.ndarray[Any, Any] = np.frombuffer(data, dtype=_NUMPY[own])
-    if own != dtype:
-        numbers = as_f32(data, own)
-    return numbers.reshape(tensor.info.shape)
 
 
 def convert(
@@ -91,10 +67,10 @@ def convert(
         check_copies(planned.copies, weights, start, base_tensors())
     pairs = {}
     for at, (scale, *halves) in planned.pairs.items():
-        parts = [_read(weights, start, tensor) for tensor in halves]
+        parts = [read_tensor(weights, start, tensor, WEIGHTS) for tensor in halves]
         for tensor, part in zip(halves, parts, strict=True):
-            _check_finite(tensor, part)
-        a, b = (_matrix(tensor, part, dtype) for tensor, part in zip(halves, parts, strict=True))
+            check_finite(tensor, part)
+        a, b = (numbers(tensor, part, dtype) for tensor, part in zip(halves, parts, strict=True))
         pairs[at] = (scale, a, b)
     blob = write_blob(pairs, dtype=dtype, layers=base.layers, chat=chat)
     index = read_index(blob, len(blob))
@@ -108,15 +84,6 @@ def convert(
         dtype=index.dtype,
         left_out=planned.left_out + copies,
     )
-
-
-def _read(weights: BinaryIO, start: int, tensor: Tensor) -> memoryview:
-    begin, end = tensor.info.data_offsets
-    weights.seek(start + begin)
-    data = weights.read(end - begin)
-    if len(data) != end - begin:
-        raise InvalidAdapter("adapter_model.safetensors changed while it was read")
-    return memoryview(data)
 
 
 def _check_blob_size(pairs: Mapping[tuple[int, str], Pair], base: BaseShapes, dtype: str, max_bytes: int) -> None:

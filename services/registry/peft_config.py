@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from motet.services.registry.files import MAX_CONFIG_BYTES, quoted, shown
+from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, quoted, shown
 from motet.shared.errors import InvalidAdapter
 
 _Rank = Annotated[int, Meta(ge=1)]
@@ -72,27 +72,30 @@ _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # initialisatio
 SAVED_WHOLE = ("embed_tokens", "lm_head")  # modules of which a file may hold an unchanged copy
 
 
-def parse_config(text: bytes) -> PeftConfig:
-    """`adapter_config.json`, checked key by key. Raises InvalidAdapter naming the key and the reason."""
+def parse_config(text: bytes, file: str = CONFIG) -> PeftConfig:
+    """`adapter_config.json`, checked key by key. Raises InvalidAdapter naming the key and the reason.
+
+    `file`: where it is from, for people.
+    """
     if len(text) > MAX_CONFIG_BYTES:
-        raise InvalidAdapter(f"adapter_config.json is larger than {MAX_CONFIG_BYTES} bytes")
+        raise InvalidAdapter(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         raw = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidAdapter(f"adapter_config.json is not a JSON object: {shown(error)}") from None
+        raise InvalidAdapter(f"{file} is not a JSON object: {shown(error)}") from None
     if raw.get("peft_type") != "LORA":
         raise InvalidAdapter(f"peft_type is {quoted(raw.get('peft_type'))}: only LORA adapters are served", param="peft_type")
     for key, value in raw.items():
         if not value or key in MEANINGLESS or key in PeftConfig.__struct_fields__:
             continue
         reason = UNSUPPORTED.get(key, "its meaning is not known here, so the result could be wrong")
-        raise InvalidAdapter(f"{shown(key)} is set in adapter_config.json: {reason}", param=shown(key))
+        raise InvalidAdapter(f"{shown(key)} is set in {file}: {reason}", param=shown(key))
     known = {k: v for k, v in raw.items() if k in PeftConfig.__struct_fields__ and v is not None}
     try:
         config = msgspec.convert(known, PeftConfig)
     except msgspec.ValidationError as error:
         where = re.search(r"`\$\.(\w+)|field `(\w+)`", str(error))
-        raise InvalidAdapter(f"adapter_config.json: {shown(error)}", param=where and (where[1] or where[2])) from None
+        raise InvalidAdapter(f"{file}: {shown(error)}", param=where and (where[1] or where[2])) from None
     _check_values(config)
     _check_layers(config)
     return config

@@ -15,6 +15,7 @@ from motet.services.registry.files import quoted, shown
 from motet.services.registry.patterns import assign
 from motet.services.registry.peft_config import PeftConfig
 from motet.services.registry.targets import selected
+from motet.services.registry.tensors import MAX_NAME_CHARS, Tensor
 from motet.shared.adapter_blob import DTYPE_BYTES, MAX_SCALE, TensorInfo
 from motet.shared.base_shapes import BaseShapes
 from motet.shared.errors import InvalidAdapter
@@ -26,14 +27,8 @@ _LAYER = re.compile(  # the text model of a model that takes images is called `l
 _HALF = re.compile(r"([AB])(?:\.default)?\.weight")
 _COPY = re.compile(r"(?:.*\.)?(embed_tokens|lm_head)(?:\.base_layer)?\.weight")
 _PREFIX = "base_model.model."
-MAX_NAME_CHARS = 512  # of a tensor
 FOREIGN = " (it was trained for another base model: base_model_name_or_path in its adapter_config.json names it)"
 MAX_LEFT_OUT = 20  # modules that are named
-
-
-class Tensor(msgspec.Struct, frozen=True):
-    key: str
-    info: TensorInfo
 
 
 Pair = tuple[float, Tensor, Tensor]
