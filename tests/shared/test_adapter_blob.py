@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motet.shared.adapter_blob import data_bytes, read_index, write_blob
+from motet.shared.adapter_blob import data_bytes, read_index, read_site_index, site_data_bytes, write_blob, write_site_blob
 from motet.shared.errors import InvalidAdapter
 
 Header = dict[str, Any]
@@ -115,3 +115,61 @@ def test_data_that_begins_inside_a_cache_line_is_refused():
     moved = (length + 8).to_bytes(8, "little") + blob[8 : 8 + length] + b" " * 8 + blob[8 + length :]
     with pytest.raises(InvalidAdapter, match="multiple of 64"):
         read_index(moved, len(moved))
+
+
+def of_sites() -> bytes:
+    classes = {
+        "unet.conv1 54x4": ({2: matrices(9, 54, 4)}, 3),
+        "unet.attn1.to_q 6x4": ({0: matrices(3, 6, 4), 4: matrices(8, 6, 4)}, 5),
+        "unet.conv_out 9x4": ({}, 1),
+    }
+    return write_site_blob(classes, dtype="F32")
+
+
+def test_classes_of_sites_have_their_own_counts_and_the_same_rows():
+    blob = of_sites()
+    index = read_site_index(blob, len(blob))
+    q, conv = index.parts
+    assert (q.module, conv.module) == ("unet.attn1.to_q 6x4", "unet.conv1 54x4")
+    assert (index.dtype, index.rank, index.sites) == ("F32", 9, 3)
+    assert (q.ranks, q.scales, q.pages) == ((3, 0, 0, 0, 8), (1.5, 0.0, 0.0, 0.0, 4.0), 1)
+    assert (conv.ranks, conv.fan_in, conv.fan_out, conv.pages) == ((0, 0, 9), 54, 4, 2)
+    rows = np.frombuffer(blob, "<f4", 2 * 3 * 8 * 58, conv.start).reshape(2, 3, 8 * 58)
+    _, a, b = matrices(9, 54, 4)
+    np.testing.assert_array_equal(rows[0, 2, : 8 * 54].reshape(8, 54), a[:8])
+    np.testing.assert_array_equal(rows[0, 2, 8 * 54 :].reshape(8, 4), b[:, :8].T)
+    np.testing.assert_array_equal(rows[1, 2, :54], a[8])
+    assert not rows[:, :2].any() and not rows[1, 2, 54 : 8 * 54].any()
+    size = site_data_bytes({q.module: (8, 6, 4, 5), conv.module: (9, 54, 4, 3)}, dtype="F32")
+    assert len(blob) - index.start == size == 4 * (5 * 80 + 2 * 3 * 8 * 58)
+
+
+def test_equal_counts_have_the_data_of_a_text_adapter():
+    text = written()
+    layers = {"q_proj": ({0: matrices(3, 6, 4), 2: matrices(8, 6, 4)}, 3), "up_proj": ({1: matrices(9, 6, 10)}, 3)}
+    sites = write_site_blob(layers, dtype="F32")
+    assert sites[read_site_index(sites, len(sites)).start :] == text[read_index(text, len(text)).start :]
+
+
+def test_a_blob_of_the_other_format_and_one_whose_counts_differ_are_refused():
+    blob, text = of_sites(), written()
+    with pytest.raises(InvalidAdapter, match="'motet-lora/3', not 'motet-lora/2'"):
+        read_index(blob, len(blob))
+    with pytest.raises(InvalidAdapter, match="'motet-lora/2', not 'motet-lora/3'"):
+        read_site_index(text, len(text))
+    for old, new, reason in (
+        (b"[0,0,9]", b"[0,9]  ", "unet.conv1 54x4: 54 -> 4 with 2 ranks and 3 scales of 2"),
+        (b"[0,0,9]", b"[0,0,7]", "unet.conv1 54x4: tensor .2, 3, 464. does not fit"),
+        (b"[54,4]", b"[9, 4]", "does not fit 9 -> 4"),
+        (b"unet.attn1", b"xnet.attn1", "do not lie in the order"),
+    ):
+        assert old in blob
+        other = blob.replace(old, new)
+        with pytest.raises(InvalidAdapter, match=reason):
+            read_site_index(other, len(other))
+
+
+def test_a_blob_without_tensors_is_refused():
+    empty = write_site_blob({"unet.conv_out 9x4": ({}, 1)}, dtype="F32")
+    with pytest.raises(InvalidAdapter, match="has no tensors"):
+        read_site_index(empty, len(empty))
