@@ -97,14 +97,15 @@ class Names:
             self.table[_KOHYA[UNET][0] + name] = site
 
     def place(self, key: str) -> tuple[Site, str, str]:
-        """(site, what of it, the module's name in the file without its part) of a tensor.
+        """(site, what of it, the module's name without its part) of a tensor. The name is the file's own, where that has dots.
 
         What: A, B, mid or alpha. Raises InvalidAdapter with the reason for a tensor that is not served.
         """
         match = _KEY.fullmatch(key)
         name = match[1].replace(".processor.", ".") if match else ""
         if match and (site := self.table.get(name)):
-            return site, _HALVES.get(match[2] or match[3], ALPHA), name.removeprefix(f"{site.part}.")
+            dotted = name.removeprefix(f"{site.part}.") if name.startswith(f"{site.part}.") else site.name
+            return site, _HALVES.get(match[2] or match[3], ALPHA), dotted
         for pattern, reason in _UNSERVED:
             if pattern.search(key):
                 raise InvalidAdapter(f"tensor {shown(key)}: {reason}")

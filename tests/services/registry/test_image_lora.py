@@ -488,6 +488,15 @@ def test_a_configuration_in_the_metadata_that_does_not_fit_is_refused(told: obje
         read(as_peft(random_pairs([site(SD15, Q)])), metadata={"lora_adapter_metadata": json.dumps(told)})
 
 
+@pytest.mark.parametrize("write", [as_peft, lambda pairs: as_kohya(pairs, {})])
+def test_patterns_of_a_configuration_apply_to_names_with_and_without_dots(write: Callable[..., dict[str, np.ndarray]]) -> None:
+    other = Q.removesuffix("to_q") + "to_k"
+    pairs = random_pairs([site(SD15, Q), site(SD15, other)], ranks=(4, 2))
+    told = {"unet.r": 4, "unet.lora_alpha": 8, "unet.alpha_pattern": {"attn1.to_q": 2.0}, "unet.rank_pattern": {"to_k": 2}}
+    lora = read(write(pairs), metadata={"lora_adapter_metadata": json.dumps(told)})
+    assert {path: scale for path, (scale, _, _) in lora.pairs.items()} == {Q: 2 / 4, other: 8 / 2}
+
+
 def test_an_alpha_in_two_places_is_refused() -> None:
     tensors = as_kohya(random_pairs([site(SD15, Q)]), {Q: 2.0})
     told = {"lora_adapter_metadata": json.dumps({"unet.r": 4, "unet.lora_alpha": 4})}
