@@ -133,7 +133,7 @@ def _law(args: argparse.Namespace) -> dict[str, Any]:
         made, pack_s = _timed(make, case.loads, [case.offer], goal, None, lambda jobs: ())
         bound_s.append(took_s)
         packed_s.append(pack_s)
-        above.append((len(made.workers), math.ceil(found.value - 1e-6)))
+        above.append((len(made.workers), found.least))
         rows.append([case.name, *above[-1], found.value, pack_s, took_s])
     columns = ["scenario", "workers", "bound", "of which", "plan s", "bound s"]
     print(report.table("by the law", columns, rows))
@@ -155,21 +155,20 @@ def _scenarios(args: argparse.Namespace, simulate: Run) -> dict[str, Any]:
         case = cases[number]
         offers, goal = [case.offer], Goal()
         found, took_s = _timed(bound, case.loads.demand, bounding(offers, goal))
-        least = found.value
         bound_s.append(took_s)
         _, took_s = _timed(make, case.loads, offers, goal, None, simulate)
         packed_s.append(took_s)
         made, took_s = _timed(make, case.loads, offers, goal, case.trial, simulate)
         planned_s.append(took_s)
-        rows.append(_judged(case, OURS, made, least, simulate))
+        rows.append(_judged(case, OURS, made, found.least, simulate))
         for rival, packer in RIVALS.items():
             try:
                 other = pack_by(packer, case.loads, offers, goal)
             except CannotServe:
-                rows.append(Row(scenario=case.name, planner=rival, least=math.ceil(least)))
+                rows.append(Row(scenario=case.name, planner=rival, least=found.least))
                 continue
-            rows.append(_judged(case, rival, other, least, simulate))
-        print(f"{case.name}: {len(made.workers)} workers after {made.rounds} rounds, bound {least:.2f}", flush=True)
+            rows.append(_judged(case, rival, other, found.least, simulate))
+        print(f"{case.name}: {len(made.workers)} workers after {made.rounds} rounds, bound {found.value:.2f}", flush=True)
     _print_rows(rows)
     return {
         **_figures(rows),
@@ -184,7 +183,7 @@ def _timed(work: Callable[..., T], *given: Any) -> tuple[T, float]:
     return work(*given), time.monotonic() - began_s
 
 
-def _judged(case: Case, planner: str, made: Made, least: float, simulate: Run) -> Row:
+def _judged(case: Case, planner: str, made: Made, least: int, simulate: Run) -> Row:
     """Motet's plan is judged whole, a rival's up to its first worker that is not valid, the most strained ones first."""
     parts = [part for _, part in sorted(zip(made.workers, made.parts, strict=True), key=lambda pair: -pair[0].strain)]
     at_once = len(parts) if planner == OURS or case.offer.kind.together else AT_ONCE
@@ -198,7 +197,7 @@ def _judged(case: Case, planner: str, made: Made, least: float, simulate: Run) -
         scenario=case.name,
         planner=planner,
         workers=len(made.workers),
-        least=math.ceil(least - 1e-6),
+        least=least,
         valid=sum(result.valid for result in results) / len(results),
         starved=sum(result.starved for result in results),
         attained=sum(int(result.attained.sum()) for result in results) / max(1, arrived),

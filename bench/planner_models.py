@@ -274,7 +274,7 @@ def _held_out(table: Table) -> dict[str, Any]:
     columns = ["", "runs", "met", "F1 of objectives", "P99 of TTFT within 2 x"]
     print(report.table("simulated runs of any lengths, held back", columns, lines))
     return {f"f1_objectives_{who}": round(one, 3) for who, one in f1.items()} | {
-        f"ttftwithin_2x_{who}": round(one, 3) for who, one in within.items()
+        f"ttft_within_2x_{who}": round(one, 3) for who, one in within.items()
     }
 
 

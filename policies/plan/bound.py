@@ -27,6 +27,7 @@ least context, and each the steps of a worker with its lengths alone, so the bou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,11 @@ class Bound:
     points: tuple[Point, ...]
     nearest: Rows  # the class of each adapter
     needs: Floats  # the cost that each adapter causes at least, [adapters]. Any of them need at least their sum
+
+    @property
+    def least(self) -> int:
+        """The value rounded up: the workers that no packing can be below, where each costs 1."""
+        return math.ceil(self.value - 1e-6)
 
     @property
     def workers(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from motet.policies.plan.capacity import BATCHES, LEAST_STIFFNESS, SLOTS_Z, Mix, Settings
 from motet.policies.plan.demand import Demand, Floats
 from motet.policies.plan.fleet import Kind, Rows
-from motet.policies.plan.latencies import most_of
+from motet.policies.plan.latencies import SHARES, deviations, most_of
 
 RANGES = ("batch", "used", "adapters")
 FINE = np.array([1.04, 1.12, 1.25])
@@ -218,7 +217,7 @@ class States:
         latency = np.broadcast_to(limits.latency, len(cells))
         mixed_s = np.where(within, self.mixed_s[cells.setting], np.inf).min(axis=(1, 2))
         deviation = np.sqrt(of.peakedness * low / stiffness)
-        wave_s = NormalDist().inv_cdf(min(max(float(of.share.min()), 0.5), 1.0 - 1e-6)) * row_s * deviation
+        wave_s = deviations(np.clip(of.share.min(), *SHARES)) * row_s * deviation
         tpot_ms, ttft_ms = (token_s + wave_s) * 1e3 / latency, (token_s + mixed_s + wave_s) * 1e3 / latency
         never = never[:, None] | (tpot_ms[:, None] > of.tpot_slo_ms) | (ttft_ms[:, None] > of.ttft_slo_ms)
         never |= (of.rank > settings.max_rank[:, None]) | (of.size_bytes > settings.adapter_bytes[:, None])

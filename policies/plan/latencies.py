@@ -16,6 +16,9 @@ import numpy as np
 from motet.policies.plan.demand import Floats
 from motet.policies.plan.loads import Loads
 
+SHARES = (0.5, 1.0 - 1e-6)
+"""Shares of requests for which latencies are computed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usual:
@@ -53,15 +56,20 @@ def wait_ms(mean: Floats, deviation: Floats, most: Floats, stay_ms: Floats, shar
     return np.where(free > 0, waits, np.inf)
 
 
+def deviations(share: Floats | float) -> Floats:
+    """How many standard deviations above the mean a share of a normal distribution stays below."""
+    from scipy.special import ndtri
+
+    return np.asarray(ndtri(share))
+
+
 def latencies(usual: Usual, deviation: Floats, loads: Loads, waits_ms: Floats) -> tuple[Floats, Floats]:
     """(TPOT, TTFT) in ms that the required share of requests stays below, [settings].
 
     `deviation`: of the batch; `waits_ms`: what a request waits for besides.
     """
-    from scipy.special import ndtri
-
-    share = np.clip(loads.extreme("share"), 0.5, 1.0 - 1e-6)
-    tail = ndtri(share)
+    share = np.clip(loads.extreme("share"), *SHARES)
+    tail = deviations(share)
     prompt, square, rate_ms = loads.mean("prompt"), loads.mean("prompt_square"), loads.rate / 1e3
     service_ms = prompt * usual.prompt_token_ms
     taken = np.minimum(rate_ms * service_ms, 0.99)

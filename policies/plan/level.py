@@ -16,6 +16,8 @@ from motet.policies.plan.loads import Loads
 OTHERS = 4
 """Workers that an adapter may go to in one step: the least strained."""
 CANDIDATES = 3
+AFTER_EMPTYING = 16
+"""Moves that level the workers which took over the adapters of one."""
 LEAST_GAIN = 1e-3
 """Strain by which a move must lower the larger of two."""
 
@@ -128,7 +130,7 @@ def emptied(adapters: Adapters, workers: list[Worker]) -> list[Worker] | None:
     for row in sorted(workers[light].rows, key=lambda row: (-adapters.tokens[row], row)):
         if add(adapters, rest, row) > MOST_ABOVE:
             return None
-    level(adapters, rest, 16)
+    level(adapters, rest, AFTER_EMPTYING)
     return rest if max(worker.strain for worker in rest) <= 1.0 else None
 
 

@@ -1,8 +1,8 @@
 """Packs adapters onto as few (or as cheap) workers as the law of a worker allows.
 
     split      an adapter that needs more than a worker becomes equal copies, each on a worker of its own
-    pack       along an order of the adapters (`prefixes`): by rank and rate ("bisect") or by the lower bound ("guided");
-               the cheaper one counts, and of equal ones the one that is strained less. `paper` has the paper's procedure
+    pack       along an order of the adapters (`prefixes`): by the lower bound ("guided"), and by rank and rate ("bisect") if
+               that costs less. `paper` has the paper's procedure
     empty      the lightest worker is emptied into the others, as long as one can be
     level      adapters move until all workers are strained alike
 
@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from motet.policies.plan.bound import Bound, bound
+from motet.policies.plan.bound import bound
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import Adapters, CannotServe, Kind, Packing, Worker
 from motet.policies.plan.guided import guided
@@ -34,14 +34,13 @@ SMALL = 500
 """Adapters up to which packing is guided by the whole bound: a worker more or less is a large part there."""
 
 
-def pack(demand: Demand, kinds: Sequence[Kind], *, procedure: Procedure = "best", guide: Bound | None = None) -> Packing:
+def pack(demand: Demand, kinds: Sequence[Kind], *, procedure: Procedure = "best") -> Packing:
     """Workers that serve the demand within the limits of their kinds, at the least cost that the procedure finds.
 
-    The demand has one row for each adapter: every `count` is 1. `guide`: a bound of the same demand and kinds; without one
-    `guided` computes one. Raises CannotServe, and ValueError for other counts.
+    The demand has one row for each adapter: every `count` is 1. Raises CannotServe, and ValueError for other counts.
     """
     copies = _copies(demand, kinds)
-    return packing(copies, _packed(copies, procedure, guide if len(copies.row) == len(demand) else None))
+    return packing(copies, _packed(copies.adapters, procedure))
 
 
 def pack_onto(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> Packing:
@@ -51,7 +50,7 @@ def pack_onto(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> P
     """
     allowed = [replace(kind, most=count) for kind, count in zip(kinds, counts, strict=True)]
     copies = _copies(demand, allowed)
-    adapters, workers = copies.adapters, _packed(copies, "best", None)
+    adapters, workers = copies.adapters, _packed(copies.adapters, "best")
     for kind, count in enumerate(counts):
         for _ in range(count - sum(worker.kind == kind for worker in workers)):
             at = max(range(len(workers)), key=lambda at: (len(workers[at].rows) > 1, workers[at].strain))
@@ -62,25 +61,21 @@ def pack_onto(demand: Demand, kinds: Sequence[Kind], counts: Sequence[int]) -> P
     return packing(copies, workers)
 
 
-def _packed(copies: Copies, procedure: Procedure, guide: Bound | None) -> list[Worker]:
-    adapters = copies.adapters
-    workers, failed, below, needs = None, None, np.inf, None
-    if procedure != "bisect":
-        guide = guide or bound(adapters.demand, adapters.kinds, rough=len(adapters) > SMALL)
-        needs = guide.needs
-        try:
-            workers = _few(adapters, by_prefixes(adapters, guided(adapters.demand, guide)))
-            below = _cost(adapters, workers) - _step(adapters.kinds)
-        except CannotServe as error:
-            failed = error
+def _packed(adapters: Adapters, procedure: Procedure) -> list[Worker]:
+    guide = None if procedure == "bisect" else bound(adapters.demand, adapters.kinds, rough=len(adapters) > SMALL)
+    orders = [guided(adapters.demand, guide)] if guide else []
     if procedure != "guided":
+        orders.append(zigzag(adapters.demand))
+    workers, failed, below = list[Worker](), list[CannotServe](), np.inf
+    for order in orders:
         try:
-            workers = _few(adapters, by_prefixes(adapters, zigzag(adapters.demand), below=below, needs=needs))
+            workers = _few(adapters, by_prefixes(adapters, order, below=below, needs=guide.needs if guide else None))
         except CannotServe as error:
-            failed = failed or error
-    if workers is None:
-        assert failed is not None
-        raise failed
+            failed.append(error)
+        else:
+            below = _cost(adapters, workers) - _step(adapters.kinds)
+    if not workers:
+        raise failed[0]
     level(adapters, workers, STEPS + len(workers) // 4)
     return workers
 

@@ -71,10 +71,12 @@ def by_prefixes(adapters: Adapters, order: Rows, *, below: float = np.inf, needs
     tokens = adapters.tokens
     kinds, packed, left = adapters.kinds, list[Worker](), order
     guesses = [16] * len(kinds)
-    while len(left):
+    while True:
         cost = sum(kinds[worker.kind].cost for worker in packed)
         if cost + (0.0 if needs is None else float(needs[left].sum())) > below:
             raise CannotServe(f"workers for {below:g} do not suffice in this order")
+        if not len(left):
+            return packed
         best: tuple[float, Worker] | None = None
         for at, kind in enumerate(kinds):
             if kind.most is not None and sum(worker.kind == at for worker in packed) >= kind.most:
@@ -90,7 +92,6 @@ def by_prefixes(adapters: Adapters, order: Rows, *, below: float = np.inf, needs
             raise CannotServe(f"the {len(packed)} workers that are allowed serve {served:.0%} of the load")
         packed.append(best[1])
         left = left[~np.isin(left, best[1].rows)]
-    return packed
 
 
 def fill(adapters: Adapters, kind: int, order: Rows, guess: int) -> Worker | None:

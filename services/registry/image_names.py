@@ -28,57 +28,54 @@ _KEY = re.compile(
 )
 _KOHYA = {UNET: ("lora_unet_",), TEXT_ENCODERS[0]: ("lora_te_", "lora_te1_"), TEXT_ENCODERS[1]: ("lora_te2_",)}
 
-_UNSERVED = tuple(
-    (re.compile(pattern), reason)
-    for pattern, reason in (
-        (r"\.hada_", "LoHa is not served"),
-        (r"\.lokr_", "LoKr is not served"),
-        (r"\.on_input$|\.ia3_", "(IA)3 is not served"),
-        (r"\.(oft_|boft_|hra_|rescale$)", "OFT is not served"),
-        (r"\.[ab][12]\.weight$|\.bm\.weight$", "GLoRA is not served"),
-        (r"\.dora_scale$|\.lora_magnitude_vector", "DoRA rescales the base weights, which all adapters share"),
-        (r"\.(diff|diff_b|set_weight|w_norm|b_norm)$", "whole weights are not served, only LoRA matrices"),
-        (
-            r"\.lora_[A-Z](\.default)?\.bias$|\.lora_(up|down|mid)\.bias$|\.lora\.(up|down)\.bias$",
-            "biases of LoRA are not served",
-        ),
-        (r"\.scalar$", "scalars of LyCORIS are not served"),
-        (r"\.vera_lambda|\.lora_embedding_", "only LoRA of linear layers and convolutions is served"),
-        (r"^bundle_emb|^emb_params$|^string_to_|^clip_[lg]$", "textual inversion is not served"),
-    )
+
+def _compiled(*rows: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]:
+    """(expression, what a name that matches it means), in the order in which they are tried."""
+    return tuple((re.compile(pattern), meaning) for pattern, meaning in rows)
+
+
+_UNSERVED = _compiled(
+    (r"\.hada_", "LoHa is not served"),
+    (r"\.lokr_", "LoKr is not served"),
+    (r"\.on_input$|\.ia3_", "(IA)3 is not served"),
+    (r"\.(oft_|boft_|hra_|rescale$)", "OFT is not served"),
+    (r"\.[ab][12]\.weight$|\.bm\.weight$", "GLoRA is not served"),
+    (r"\.dora_scale$|\.lora_magnitude_vector", "DoRA rescales the base weights, which all adapters share"),
+    (r"\.(diff|diff_b|set_weight|w_norm|b_norm)$", "whole weights are not served, only LoRA matrices"),
+    (
+        r"\.lora_[A-Z](\.default)?\.bias$|\.lora_(up|down|mid)\.bias$|\.lora\.(up|down)\.bias$",
+        "biases of LoRA are not served",
+    ),
+    (r"\.scalar$", "scalars of LyCORIS are not served"),
+    (r"\.vera_lambda|\.lora_embedding_", "only LoRA of linear layers and convolutions is served"),
+    (r"^bundle_emb|^emb_params$|^string_to_|^clip_[lg]$", "textual inversion is not served"),
 )
-_FAMILY_OF_KEY = tuple(
-    (re.compile(pattern), family)
-    for pattern, family in (
-        (r"lora_unet_(double|single)_blocks_|(diffusion_model\.|transformer\.)?(double|single)_blocks\.", "FLUX"),
-        (r"transformer\.single_transformer_blocks\.|lora_transformer_single_transformer_blocks_", "FLUX"),
-        (r"lora_unet_joint_blocks_|lora_te3_|(diffusion_model\.)?joint_blocks\.", "Stable Diffusion 3"),
-        (
-            r"transformer\.transformer_blocks\.|lora_transformer_|lora_unet_transformer_blocks_",
-            "FLUX, Stable Diffusion 3 or Qwen-Image",
-        ),
-        (r"diffusion_model\.blocks\.|lora_unet_blocks_|transformer\.blocks\.", "Wan"),
-        (r"diffusion_model\.layers\.|transformer\.layers\.|lora_unet_layers_", "Z-Image or Lumina"),
-        (r"lora_prior_|prior\.|lora_unet_down_blocks_\d+_\d+_channelwise", "Stable Cascade"),
-        (r"diffusion_model\.|transformer(_\d)?\.", "a diffusion transformer"),
-    )
+_FAMILY_OF_KEY = _compiled(
+    (r"lora_unet_(double|single)_blocks_|(diffusion_model\.|transformer\.)?(double|single)_blocks\.", "FLUX"),
+    (r"transformer\.single_transformer_blocks\.|lora_transformer_single_transformer_blocks_", "FLUX"),
+    (r"lora_unet_joint_blocks_|lora_te3_|(diffusion_model\.)?joint_blocks\.", "Stable Diffusion 3"),
+    (
+        r"transformer\.transformer_blocks\.|lora_transformer_|lora_unet_transformer_blocks_",
+        "FLUX, Stable Diffusion 3 or Qwen-Image",
+    ),
+    (r"diffusion_model\.blocks\.|lora_unet_blocks_|transformer\.blocks\.", "Wan"),
+    (r"diffusion_model\.layers\.|transformer\.layers\.|lora_unet_layers_", "Z-Image or Lumina"),
+    (r"lora_prior_|prior\.|lora_unet_down_blocks_\d+_\d+_channelwise", "Stable Cascade"),
+    (r"diffusion_model\.|transformer(_\d)?\.", "a diffusion transformer"),
 )
-_FAMILY_OF_METADATA = tuple(
-    (re.compile(pattern), family)
-    for pattern, family in (
-        (r"sd15|sd[-_ ]?v?1\b|sd[-_ ]?v?1[._]|stable[-_ ]diffusion[-_ ]v?1\b", "sd15"),
-        (r"sd[-_ ]?v?2\b|sd[-_ ]?v?2[._]|stable[-_ ]diffusion[-_ ]v?2\b", "sd2"),
-        (r"(sdxl|stable[-_ ]diffusion[-_ ]xl).*refiner", "sdxl-refiner"),
-        (r"sdxl|stable[-_ ]diffusion[-_ ]xl", "sdxl"),
-        (r"sd[-_ ]?v?3|stable[-_ ]diffusion[-_ ]v?3", "Stable Diffusion 3"),
-        (r"flux", "FLUX"),
-        (r"qwen", "Qwen-Image"),
-        (r"wan", "Wan"),
-        (r"(lumina|z[-_ ]?image)", "Z-Image or Lumina"),
-        (r"(stable[-_ ]cascade|wuerstchen)", "Stable Cascade"),
-        (r"hunyuan", "Hunyuan"),
-        (r"(chroma|auraflow|pixart|hidream|anima|cosmos)", "another family"),
-    )
+_FAMILY_OF_METADATA = _compiled(
+    (r"sd15|sd[-_ ]?v?1\b|sd[-_ ]?v?1[._]|stable[-_ ]diffusion[-_ ]v?1\b", "sd15"),
+    (r"sd[-_ ]?v?2\b|sd[-_ ]?v?2[._]|stable[-_ ]diffusion[-_ ]v?2\b", "sd2"),
+    (r"(sdxl|stable[-_ ]diffusion[-_ ]xl).*refiner", "sdxl-refiner"),
+    (r"sdxl|stable[-_ ]diffusion[-_ ]xl", "sdxl"),
+    (r"sd[-_ ]?v?3|stable[-_ ]diffusion[-_ ]v?3", "Stable Diffusion 3"),
+    (r"flux", "FLUX"),
+    (r"qwen", "Qwen-Image"),
+    (r"wan", "Wan"),
+    (r"(lumina|z[-_ ]?image)", "Z-Image or Lumina"),
+    (r"(stable[-_ ]cascade|wuerstchen)", "Stable Cascade"),
+    (r"hunyuan", "Hunyuan"),
+    (r"(chroma|auraflow|pixart|hidream|anima|cosmos)", "another family"),
 )
 _FAMILY_FIELDS = ("ss_base_model_version", "modelspec.architecture")
 

@@ -15,6 +15,8 @@ from motet.twin.planning.kinds import Kind, Outcome, Part
 from motet.twin.planning.loads import Loads
 
 ROUNDING = 1e-9
+SPENT_MOST = 0.5
+"""The most that a trial may spend of the requests that may miss: another hour has other bursts."""
 SURE = 3.0
 """An adapter with few requests misses its objective only if so many standard deviations cannot explain its misses."""
 
@@ -43,8 +45,8 @@ Run = Callable[[Sequence[Job]], Iterable[list[Outcome]]]
 class Result:
     """What the twin found for one worker, over all seeds. Columns are [adapters].
 
-    `budget_spent`: the requests that missed, over those that may miss, of all workers that share their load; of a worker by
-    itself, its own. Which of them served a late request is chance.
+    `spent_together`: `budget_spent` of all the workers that share their load with this one, which counts for each of them: who
+    served a late request is chance. None for a worker by itself.
     """
 
     arrived: np.ndarray
@@ -55,7 +57,7 @@ class Result:
     in_tpot: float
     ttft_p99_ms: float
     tpot_p99_ms: float
-    budget_spent: float
+    spent_together: float | None = None
 
     @property
     def share(self) -> float:
@@ -65,6 +67,11 @@ class Result:
     @property
     def served_share(self) -> float:
         return float(self.served.sum() / max(1, self.arrived.sum()))
+
+    @property
+    def budget_spent(self) -> float:
+        """The requests that missed, over the number that may miss."""
+        return budget_spent([self]) if self.spent_together is None else self.spent_together
 
     @property
     def starved(self) -> int:
@@ -82,6 +89,11 @@ class Result:
     def valid(self) -> bool:
         """The worker keeps the objectives of all its requests, and each of its adapters does."""
         return self.budget_spent <= 1.0 + ROUNDING and not self.missing.any() and not self.starved
+
+    @property
+    def sure(self) -> bool:
+        """The worker is valid, and would still be with twice as many misses."""
+        return self.valid and self.budget_spent <= SPENT_MOST
 
     @property
     def missed(self) -> str:
@@ -129,7 +141,8 @@ def _shared(results: Sequence[Result], kinds: Sequence[int], together: Sequence[
     """The results where workers of some kinds miss together what each of them misses."""
     spent = {kind: budget_spent([result for result, of in zip(results, kinds, strict=True) if of == kind]) for kind in together}
     return [
-        replace(result, budget_spent=spent.get(kind, result.budget_spent)) for result, kind in zip(results, kinds, strict=True)
+        replace(result, spent_together=spent[kind]) if kind in spent else result
+        for result, kind in zip(results, kinds, strict=True)
     ]
 
 
@@ -150,7 +163,7 @@ def _merged(outcomes: Sequence[Outcome], loads: Loads) -> Result:
     attained = np.sum([one.attained for one in outcomes], axis=0)
     required = np.array([loads.objectives[index].share for index in loads.objective.tolist()])
     total = max(1, int(arrived.sum()))
-    found = Result(
+    return Result(
         arrived=arrived,
         served=np.sum([one.served for one in outcomes], axis=0),
         attained=attained,
@@ -159,6 +172,4 @@ def _merged(outcomes: Sequence[Outcome], loads: Loads) -> Result:
         in_tpot=sum(one.in_tpot for one in outcomes) / total,
         ttft_p99_ms=max(one.ttft_p99_ms for one in outcomes),
         tpot_p99_ms=max(one.tpot_p99_ms for one in outcomes),
-        budget_spent=0.0,
     )
-    return replace(found, budget_spent=budget_spent([found]))

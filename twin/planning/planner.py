@@ -6,7 +6,6 @@ requests drawn anew.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,8 +36,6 @@ LOAD_STEP = 0.02
 LEAST_CUT, MOST_CUT = 0.8, 0.98
 """By how much one round lowers a limit, at most and at least."""
 MORE_Z = 1.1
-SURE = 0.5
-"""Share of the requests that may miss which a trial may spend: another hour has other bursts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +90,8 @@ class Made:
 
     @property
     def sure(self) -> bool:
-        """It is valid, and would be with twice as many misses."""
-        results = (*self.results, *(self.left.results if self.left is not None else ()))
-        return self.valid and all(_sure(result) for result in results)
+        """It is valid with room for other bursts, and so is what is left after a loss."""
+        return self.valid and all(result.sure for result in self.results) and (self.left is None or self.left.sure)
 
     @property
     def cost(self) -> float:
@@ -106,10 +102,6 @@ class Made:
     def parts(self) -> list[tuple[int, Part]]:
         """(kind, part) of each worker."""
         return [(worker.kind, part_of(worker, self.loads)) for worker in self.workers]
-
-
-def _sure(result: Result) -> bool:
-    return result.valid and result.budget_spent <= SURE
 
 
 def part_of(worker: Packed, loads: Loads) -> Part:
@@ -183,7 +175,7 @@ def fewer(
     setting = made.workers[0].setting
     (kind,) = offered(offers, goal)
     only = replace(kind, settings=kind.settings.take(np.array([setting])), limits=DEALT)
-    too_few = math.ceil(bound(made.loads.demand, bounding(offers, goal)).value - 1e-6) - 1
+    too_few = bound(made.loads.demand, bounding(offers, Goal())).least - 1
     while len(made.workers) - too_few > 1:
         count = (too_few + len(made.workers)) // 2
         try:
@@ -245,7 +237,7 @@ def tightened(made: Made, kinds: Sequence[fleet.Kind]) -> list[fleet.Kind]:
     """The kinds with lower limits where a worker missed: of latencies for TPOT, of the batch and the load for TTFT."""
     found = list(kinds)
     for worker, result in zip(made.workers, made.results, strict=True):
-        if _sure(result):
+        if result.sure:
             continue
         limits = kinds[worker.kind].limits.at(worker.setting)
         if result.missed == "TPOT":

@@ -66,6 +66,13 @@ def test_the_points_of_the_bound_can_save_a_worker() -> None:
     assert workers == [4, 3, 3]
 
 
+def test_an_order_whose_last_worker_costs_too_much_is_given_up() -> None:
+    """Adapters that are hardly ever asked for need a worker, although next to nothing by the bound."""
+    demand = demand_of([1e-9, 1e-9])
+    with pytest.raises(CannotServe, match="do not suffice in this order"):
+        by_prefixes(Adapters(demand, [vllm_kind()]), zigzag(demand), below=0.5, needs=np.zeros(2))
+
+
 def test_an_order_is_given_up_as_soon_as_the_rest_needs_too_much() -> None:
     """Promise: a further order costs little where the bound proves that it gains nothing."""
     demand = demand_of(np.full(200, 1.0))

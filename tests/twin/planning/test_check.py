@@ -92,7 +92,6 @@ def result(arrived: list[int], attained: list[int], served: list[int] | None = N
         in_tpot=1.0,
         ttft_p99_ms=1.0,
         tpot_p99_ms=1.0,
-        budget_spent=float((np.array(arrived) - done).sum() / (np.array(arrived) * (1.0 - needed)).sum()),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.policies.plan.bound import bound
 from motet.policies.plan.capacity import Limits
 from motet.policies.plan.fleet import CannotServe
 from motet.twin.planning.check import Job
@@ -21,6 +22,7 @@ from motet.twin.planning.planner import (
     ROUNDS,
     Goal,
     Offer,
+    bounding,
     breaking,
     make,
     tightened,
@@ -188,6 +190,14 @@ def test_where_the_workers_that_are_left_miss_the_plan_is_packed_again() -> None
     assert (made.rounds, made.valid, len(tells.calls)) == (2, True, 4)
 
 
+def test_where_the_workers_that_are_left_barely_keep_their_objectives_the_plan_is_packed_again() -> None:
+    def says(call: int, part: Part) -> Outcome:
+        return outcome([1000] * len(part.loads), attained=[1000 - 7 * (call == 1)] * len(part.loads))
+
+    made = make(SEVERAL, [VLLM], Goal(survive=1), SHORT, Told(says))
+    assert (made.rounds, made.sure) == (2, True)
+
+
 def test_one_adapter_is_on_as_many_workers_as_are_needed_when_one_is_lost() -> None:
     made = make(loads([1.0]), [VLLM], Goal(survive=1), SHORT, GOOD)
     assert [worker.rows for worker in made.workers] == [(0,), (0,)]
@@ -224,6 +234,16 @@ def test_native_workers_are_as_few_as_the_twin_allows(fewer: int) -> None:
     made = make(many, [NATIVE], Goal(), SHORT, enough)
     assert by_law > 4 and made.valid
     assert len(made.workers) == by_law - fewer
+
+
+@pytest.mark.parametrize("cost", [0.4, 3.0])
+def test_the_fewest_native_workers_are_found_whatever_one_costs(cost: float) -> None:
+    """The bound from which they are looked for counts workers, not their cost."""
+    many, offer = loads([0.55] * 80), replace(NATIVE, cost=cost)
+    by_law = len(make(many, [offer], Goal(objective="cost"), None, GOOD).workers)
+    made = make(many, [offer], Goal(objective="cost"), SHORT, GOOD)
+    assert len(made.workers) == bound(many.demand, bounding([offer], Goal())).least < by_law
+    assert made.cost == pytest.approx(cost * len(made.workers))
 
 
 def test_native_workers_have_one_setting() -> None:
