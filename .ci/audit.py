@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = ("requirements.txt", "requirements-dev.txt")
+LOCKS = ("requirements.txt", "requirements-images.txt", "requirements-dev.txt")
 DATABASE = "https://pypi.org/pypi"  # what pip-audit asks, once per package
 PROBES = 5  # a mirror may have some packages' entries and not others'
 REACHED_WITHIN_S = 5.0

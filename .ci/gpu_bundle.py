@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build/gpu-bundle"
-LOCKS = ("requirements-mesh.txt", "requirements.txt", "requirements-dev.txt")
+LOCKS = ("requirements-mesh.txt", "requirements.txt", "requirements-images.txt", "requirements-dev.txt")
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]

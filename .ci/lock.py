@@ -3,6 +3,7 @@
     requirements-mesh.txt   every service but the worker: no torch
     requirements.txt        that and what torch needs
     requirements-torch.txt  torch alone, without hashes: its CPU builds come from an index of their own
+    requirements-images.txt that of requirements.txt and what the extra `images` needs: a worker with --engine images
     requirements-dev.txt    all but torch, what the extras need, and the tools for tests and checks
 
     .venv/bin/python .ci/lock.py
@@ -66,11 +67,13 @@ def main() -> None:
     mesh = closure([text for text in needed if Requirement(text).name not in WORKER])
     run = closure([*needed, *project["build-system"]["requires"]])
     extras = project["project"]["optional-dependencies"]
+    images = closure(extras["images"])
     dev = closure([*extras["dev"], *extras["plots"]])
     write("requirements-mesh.txt", hashed(mesh))
     write("requirements.txt", hashed(without(run, {*mesh, TORCH})), "requirements-mesh.txt")
     write("requirements-torch.txt", [run[TORCH]])
-    write("requirements-dev.txt", hashed(without(dev, {*run})), "requirements.txt")
+    write("requirements-images.txt", hashed(without(images, {*run})), "requirements.txt")
+    write("requirements-dev.txt", hashed(without(dev, {*run, *images})), "requirements-images.txt")
 
 
 def without(pins: dict[str, str], names: set[str]) -> dict[str, str]:

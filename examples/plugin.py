@@ -88,7 +88,8 @@ class Samples(Source):
         path = DEMO / "adapters" / location
         if path.parent != Path(root) or not path.is_dir():
             raise InvalidAdapter(f"there is no sample {location!r}", param="location")
-        return await in_thread(lambda: open_directory(str(path), [root], 1 << 30, source=f"sample:{location}", chat=chat))
+        source = f"sample:{location}"
+        return await in_thread(lambda: open_directory(str(path), [root], 1 << 30, source=source, chat=chat, layout=self.layout))
 
 
 SOURCES.add("sample", lambda config, store: Samples())

@@ -19,21 +19,27 @@ a = row_slot[i] >= 0, when adapter a has projection s:
 Products accumulate in fp32; x A^T and the sum are rounded to the tensors' type, as PEFT does. Other rows of the batch can
 change a row's result by rounding only. Pool memory that the row's adapter does not own never changes it.
 
+An image model has classes of sites (pool.py) instead of seven modules: `group` is then a class and `layer` the index of a site
+in it. `LoraBatch.build(pool, row_slot, weights)` also takes several adapters of a row, int32 [rows, k], each with its weight:
+
+    y[i] += sum over k of weights[i, k] * scale[a_k, site] * (x[i] @ A[a_k, site].T) @ B[a_k, site].T
+
 The pool's device selects the implementation: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU. kernels/cpu
-contains compiled whole steps for CPUs. kernels/device copies adapters to a GPU beside the steps; CPU LoRA processes compute
-missing layers meanwhile. kernels/pointwise has the small operations between a layer's products, and kernels/sampling draws the
-next tokens, for both devices.
+contains compiled whole steps for CPUs, and compiled LoRA for sites, which a GPU computes by torch so far. kernels/device copies
+adapters to a GPU beside the steps; CPU LoRA processes compute missing layers meanwhile. kernels/pointwise has the small
+operations between a layer's products, and kernels/sampling draws the next tokens, for both devices.
 
 This package needs torch and no other package of Motet. (`transformers` looks for a hub package of the same import name; a test
 asserts that it does not mistake this one for it.)
 """
 
 from motet.kernels.attention import AttentionBatch, attend, attend_stored
-from motet.kernels.lora import LoraBatch, add_lora, lora_plan, lora_plans, prepare_lora, start_lora
+from motet.kernels.lora import ADAPTERS_MAX, LoraBatch, add_lora, lora_plan, lora_plans, prepare_lora, start_lora
 from motet.kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PackedLora, PoolFull
 from motet.kernels.types import KvCache
 
 __all__ = [
+    "ADAPTERS_MAX",
     "GROUPS",
     "PAGE_RANKS",
     "AttentionBatch",

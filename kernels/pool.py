@@ -12,6 +12,10 @@ Pages of different modules differ in size and lie wherever there is room in `are
 When the holes suffice together but none does alone, the pages between some of them move down. All readers use the table, so
 moving is safe between steps, and all free bytes are usable. Ranks of a page beyond the adapter's are zero. Memory in holes is
 never read: it may contain anything, NaN included.
+
+The modules of a decoder are the seven `MODULES`, each in all layers. An image model has *classes* of sites with one role and
+shape (`shared.image_shapes`) instead, each with its own count of sites. Where this file says module and layer, these are a
+class and the index of a site in it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -42,6 +47,19 @@ MODULES = tuple(module for group in GROUPS.values() for module in group)
 Pairs = Mapping[tuple[int, str], tuple[float, torch.Tensor, torch.Tensor]]
 """{(layer, module): (scale, A [rank, in], B [out, rank])}: an adapter. What is missing is not adapted."""
 
+Shapes = Mapping[str, tuple[int, int]] | Mapping[str, tuple[int, int, int]]
+"""{module: (in, out)} of the seven modules, which are in all layers; or {class: (in, out, number of its sites)}."""
+
+
+def _layout(shapes: Shapes, layers: int) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """({module: (in, out)}, {module: layers}) in the order of the pool's tables. `layers` is 0 for classes."""
+    if layers:
+        return {module: shapes[module][:2] for module in MODULES}, dict.fromkeys(MODULES, layers)
+    sized = {name: shape for name, shape in sorted(shapes.items()) if len(shape) == 3}  # the order of files, motet-lora/3
+    if len(sized) != len(shapes) or not sized:
+        raise ValueError("classes have (in, out, number of sites), and there is at least one; modules need `layers`")
+    return {name: shape[:2] for name, shape in sized.items()}, {name: shape[2] for name, shape in sized.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLora:
@@ -51,62 +69,68 @@ class PackedLora:
     """
 
     arena: torch.Tensor  # [elements]
-    table: np.ndarray  # int64 [1, 7, most pages of a module], lines from the arena's beginning
-    pages: np.ndarray  # int32 [1, 7]
-    scales: np.ndarray  # float32 [1, 7, layers], 0 for what is not adapted
+    table: np.ndarray  # int64 [1, modules, most pages of a module], lines from the arena's beginning
+    pages: np.ndarray  # int32 [1, modules]
+    scales: np.ndarray  # float32 [1, modules, most layers of a module], 0 for what is not adapted
     shapes: dict[str, tuple[int, int]]  # of all modules of the base
-    layers: int
+    layers: int  # the most of a module
+    counts: dict[str, int]  # layers of each module
 
     @staticmethod
     def over(
         arena: torch.Tensor,
-        shapes: Mapping[str, tuple[int, int]],
+        shapes: Shapes,
         *,
-        layers: int,
+        layers: int = 0,
         pages: Mapping[str, int],
         scales: Mapping[str, Sequence[float]],
     ) -> PackedLora:
         """The adapter in `arena`. `pages`: {module: its pages}, `scales`: {module: scale of each layer}, of adapted modules."""
+        fans, counts = _layout(shapes, layers)
+        layers = max(counts.values())
         packed = PackedLora(
             arena=arena,
-            table=np.zeros((1, len(MODULES), max(pages.values())), dtype=np.int64),
-            pages=np.zeros((1, len(MODULES)), dtype=np.int32),
-            scales=np.zeros((1, len(MODULES), layers), dtype=np.float32),
-            shapes={module: shapes[module] for module in MODULES},
+            table=np.zeros((1, len(fans), max(pages.values())), dtype=np.int64),
+            pages=np.zeros((1, len(fans)), dtype=np.int32),
+            scales=np.zeros((1, len(fans), layers), dtype=np.float32),
+            shapes=fans,
             layers=layers,
+            counts=counts,
         )
         line = 0
-        for m, module in enumerate(MODULES):
+        for m, module in enumerate(fans):
             count = pages.get(module, 0)
             if count:
-                step = layers * sum(shapes[module])
+                step = counts[module] * sum(fans[module])
                 packed.table[0, m, :count] = line + step * np.arange(count)
                 packed.pages[0, m] = count
-                packed.scales[0, m] = scales[module]
+                packed.scales[0, m, : counts[module]] = scales[module]
                 line += count * step
         if line * LINE != arena.numel():
             raise ValueError(f"pages of {line * LINE} elements do not fill the {arena.numel()} that are there")
         return packed
 
     @staticmethod
-    def pack(pairs: Pairs, shapes: Mapping[str, tuple[int, int]], *, layers: int) -> PackedLora:
+    def pack(pairs: Pairs, shapes: Shapes, *, layers: int = 0) -> PackedLora:
         """Pack an adapter from separate matrices. Raises ValueError when a shape or layer does not fit."""
         ranks: dict[str, int] = {}
+        fans, counts = _layout(shapes, layers)
         for (layer, module), (_, a, b) in pairs.items():
-            rank, (fan_in, fan_out) = a.shape[0], shapes[module]
-            if a.shape != (rank, fan_in) or b.shape != (fan_out, rank) or rank < 1 or not 0 <= layer < layers:
+            rank, (fan_in, fan_out) = a.shape[0], fans[module]
+            if a.shape != (rank, fan_in) or b.shape != (fan_out, rank) or rank < 1 or not 0 <= layer < counts[module]:
                 raise ValueError(
-                    f"layer {layer} of {layers}, {module}: A {tuple(a.shape)} and B {tuple(b.shape)} do not fit "
+                    f"layer {layer} of {counts[module]}, {module}: A {tuple(a.shape)} and B {tuple(b.shape)} do not fit "
                     f"[rank, {fan_in}] and [{fan_out}, rank]"
                 )
             ranks[module] = max(rank, ranks.get(module, 0))
         pages = {module: -(-rank // PAGE_RANKS) for module, rank in ranks.items()}
-        elements = sum(count * PAGE_RANKS * layers * sum(shapes[module]) for module, count in pages.items())
-        scales = {module: [0.0] * layers for module in pages}
+        elements = sum(count * PAGE_RANKS * counts[module] * sum(fans[module]) for module, count in pages.items())
+        scales = {module: [0.0] * counts[module] for module in pages}
+        index = {module: m for m, module in enumerate(fans)}
         arena = torch.zeros(elements, dtype=next(iter(pairs.values()))[1].dtype)
         packed = PackedLora.over(arena, shapes, layers=layers, pages=pages, scales=scales)
         for (layer, module), (scale, a, b) in pairs.items():
-            m, (fan_in, fan_out) = MODULES.index(module), shapes[module]
+            m, (fan_in, fan_out) = index[module], fans[module]
             packed.scales[0, m, layer] = scale
             for page in range(-(-a.shape[0] // PAGE_RANKS)):
                 some = slice(page * PAGE_RANKS, (page + 1) * PAGE_RANKS)
@@ -124,16 +148,16 @@ class PoolFull(Exception):
 class LoraPool:
     """Slots 0..slots-1, each empty or with one adapter (`loaded`), of which the first `loaded_layers` layers are there.
 
-    `shapes` is {module: (in, out)} of the base model; `bytes_total` is rounded down to whole lines. With `capacity`, `resize`
-    changes it, up to that; on a device it needs `pages`. `version` changes whenever slots or page addresses change; a LoraBatch
-    is outdated then.
+    `shapes` is {module: (in, out)} of the base model, which has `layers`; or {class: (in, out, number of its sites)}, without
+    `layers`. `bytes_total` is rounded down to whole lines. With `capacity`, `resize` changes it, up to that; on a device it
+    needs `pages`. `version` changes whenever slots or page addresses change; a LoraBatch is outdated then.
     """
 
     def __init__(
         self,
-        shapes: Mapping[str, tuple[int, int]],
+        shapes: Shapes,
         *,
-        layers: int,
+        layers: int = 0,
         slots: int,
         max_rank: int,
         bytes_total: int,
@@ -142,24 +166,27 @@ class LoraPool:
         capacity: int = 0,
         pages: PhysicalPages | None = None,
     ) -> None:
-        self.shapes = {module: shapes[module] for module in MODULES}
-        self.layers = layers
+        self.shapes, self.counts = _layout(shapes, layers)
+        self.names = tuple(self.shapes)
+        self.groups = GROUPS if layers else {name: (name,) for name in self.names}
+        self.of_sites = not layers
+        self.layers = max(self.counts.values())  # the most of a module
         self.max_rank = max_rank
         self.version = 0
         self._line_bytes = LINE * dtype.itemsize
         self._lines = bytes_total // self._line_bytes
         self._capacity = max(bytes_total, capacity) // self._line_bytes  # in lines
         # one page of slack behind the end keeps the strided views below inside the storage
-        slack = max(fan_in + fan_out for fan_in, fan_out in self.shapes.values()) * layers
+        self.page_lines = {m: self.counts[m] * (fan_in + fan_out) for m, (fan_in, fan_out) in self.shapes.items()}
+        slack = max(self.page_lines.values())
         shape = ((self._capacity + slack) * LINE,)
         self.arena = reserved(shape, dtype=dtype, pages=pages) if capacity else lazy_zeros(shape, dtype=dtype, device=device)
         if capacity:
             expect(self.arena[: self._lines * LINE])
-        self.page_lines = {m: layers * (fan_in + fan_out) for m, (fan_in, fan_out) in self.shapes.items()}
         max_pages = -(-max_rank // PAGE_RANKS)
-        self.table = np.zeros((slots, len(MODULES), max_pages), dtype=np.int64)
-        self.pages = np.zeros((slots, len(MODULES)), dtype=np.int32)
-        self.scales = np.zeros((slots, len(MODULES), layers), dtype=np.float32)
+        self.table = np.zeros((slots, len(self.names), max_pages), dtype=np.int64)
+        self.pages = np.zeros((slots, len(self.names)), dtype=np.int32)
+        self.scales = np.zeros((slots, len(self.names), self.layers), dtype=np.float32)
         self.loaded = np.zeros(slots, dtype=bool)
         self.loaded_layers = np.frombuffer(mmap.mmap(-1, 4 * slots), dtype=np.int32)  # whole pages: a device writes it too
         self.still: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -191,29 +218,40 @@ class LoraPool:
 
     def fill(self, slot: int, adapter: PackedLora) -> None:
         """Copy an adapter into the slot that is reserved for it, cast to the pool's type."""
-        for m in range(len(MODULES)):
+        for _ in self.filling(slot, adapter, piece_bytes=sys.maxsize):
+            pass
+
+    def filling(self, slot: int, adapter: PackedLora, *, piece_bytes: int) -> Iterator[int]:
+        """`fill` in pieces, between steps: yields the bytes of each after it is copied. At most `piece_bytes`, or one line.
+
+        The slot may be used when the iterator has ended (`loaded_layers`). Pages may move between two pieces.
+        """
+        most = max(piece_bytes // self._line_bytes, 1)
+        for m, module in enumerate(self.names):
             for page in range(int(adapter.pages[0, m])):
-                self._span(self.arena, self.table[slot, m, page], m).copy_(
-                    self._span(adapter.arena, adapter.table[0, m, page], m)
-                )
+                for line in range(0, self.page_lines[module], most):
+                    some = slice(line * LINE, (line + most) * LINE)
+                    to = self._span(self.arena, self.table[slot, m, page], m)[some]
+                    to.copy_(self._span(adapter.arena, adapter.table[0, m, page], m)[some])
+                    yield to.nbytes
         self.loaded_layers[slot] = self.layers
 
     def reserve(self, slot: int, adapter: PackedLora) -> None:
         """Take a slot and its pages, to be filled by a copy (`loaded_layers` counts its layers). Raises as `load`."""
         if self.loaded[slot]:
             raise ValueError(f"slot {slot} is taken")
-        if adapter.shapes != self.shapes or adapter.layers != self.layers or adapter.pages.max() > self.table.shape[2]:
+        if adapter.shapes != self.shapes or adapter.counts != self.counts or adapter.pages.max() > self.table.shape[2]:
             raise ValueError(
                 f"an adapter for {adapter.layers} layers of {adapter.shapes} with {adapter.pages.max()} pages does not fit "
                 f"{self.layers} layers of {self.shapes} with ranks up to {self.max_rank}"
             )
-        needed = self.bytes_needed(dict(zip(MODULES, (adapter.pages[0] * PAGE_RANKS).tolist(), strict=True)))
+        needed = self.bytes_needed(dict(zip(self.names, (adapter.pages[0] * PAGE_RANKS).tolist(), strict=True)))
         if needed > self.bytes_free:
             raise PoolFull(f"adapter needs {needed} bytes, {self.bytes_free} are free")
         self.loaded[slot] = True
         self.loaded_layers[slot] = 0
         self.version += 1
-        for m, module in enumerate(MODULES):
+        for m, module in enumerate(self.names):
             for page in range(int(adapter.pages[0, m])):
                 self.table[slot, m, page] = self._allocate(self.page_lines[module])
                 self.pages[slot, m] = page + 1  # at once: an allocation may compact, which moves what is counted here
@@ -222,7 +260,7 @@ class LoraPool:
     def free(self, slot: int) -> None:
         """Empty a slot. No effect on an empty one."""
         spans = []
-        for m, module in enumerate(MODULES):
+        for m, module in enumerate(self.names):
             starts = self.table[slot, m, : self.pages[slot, m]].tolist()
             spans += [(start, start + self.page_lines[module]) for start in starts]
         self._release(spans)
@@ -259,6 +297,8 @@ class LoraPool:
         view = self._views.get(key)
         if view is None:
             fan_in, fan_out = self.shapes[module]
+            if not 0 <= layer < self.counts[module]:
+                raise IndexError(f"layer {layer} of {module}, which has {self.counts[module]}")
             offset = layer * (fan_in + fan_out) + (fan_in if b else 0)
             width = PAGE_RANKS * (fan_out if b else fan_in)
             view = self.arena.as_strided((self._capacity, width), (LINE, 1), offset * LINE)
@@ -267,7 +307,7 @@ class LoraPool:
 
     def _span(self, arena: torch.Tensor, line: int, m: int) -> torch.Tensor:
         """A page of module m that starts at `line`."""
-        return arena[line * LINE : (line + self.page_lines[MODULES[m]]) * LINE]
+        return arena[line * LINE : (line + self.page_lines[self.names[m]]) * LINE]
 
     def _clear_above(self, limit: int) -> None:
         """Move the pages beyond `limit` into holes below it. There is enough room, but perhaps not in one piece."""
@@ -335,7 +375,7 @@ class LoraPool:
         slots, modules, pages = np.nonzero(used)
         starts = self.table[slots, modules, pages]
         order = np.argsort(starts)
-        lines = np.array([self.page_lines[module] for module in MODULES])[modules]
+        lines = np.array([self.page_lines[module] for module in self.names])[modules]
         return _Owned(starts[order], lines[order], slots[order], modules[order], pages[order])
 
     def compact(self) -> None:

@@ -124,8 +124,10 @@ def safetensors_header(data: bytes | memoryview, size_bytes: int) -> tuple[dict[
     if size_bytes < 8 or len(data) < 8:
         raise InvalidAdapter("not a safetensors file: shorter than its 8-byte header length")
     length = int.from_bytes(data[:8], "little")
-    if length > MAX_HEADER_BYTES or 8 + length > size_bytes:
+    if 8 + length > size_bytes:
         raise InvalidAdapter(f"not a safetensors file: header length {length} does not fit in {size_bytes} bytes")
+    if length > MAX_HEADER_BYTES:
+        raise InvalidAdapter(f"its header has {length} bytes, the limit is {MAX_HEADER_BYTES}: too many tensors or metadata")
     try:
         raw = msgspec.json.decode(bytes(data[8 : 8 + length]), type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])

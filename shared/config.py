@@ -139,8 +139,9 @@ class BaseModelConfig(Config, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="base model: a local directory or a Hugging Face id. A gateway reads tokenizer and chat template,"
-            " the registry config.json, a worker everything",
+            description="base model: a local directory or a Hugging Face id, of a language model, or of an image model of the"
+            " Stable Diffusion family (model_index.json). A gateway reads tokenizer, chat template and configurations, the"
+            " registry configurations, a worker everything",
             extra=COMMON,
         ),
     ]

@@ -88,6 +88,12 @@ class Site(msgspec.Struct, frozen=True):
         return self.size_in * self.kernel * self.kernel
 
     @property
+    def role(self) -> str:
+        """What it does where it is, in a word for people, e.g. `to_q`, `conv1` or `ff`."""
+        words = [word for word in _PLACE.sub("", self.name, count=1).split(".") if not word.isdigit()]
+        return "ff" if words[0] == "ff" else words[-1]
+
+    @property
     def group(self) -> str:
         """Its class: sites of a part with one role and shape, e.g. `unet.attn1.to_q 320x320` (fan in x outputs)."""
         return f"{self.part}.{_PLACE.sub('', self.name, count=1)} {self.fan_in}x{self.size_out}"

@@ -23,16 +23,26 @@ ADAPTER_NAME_RULE = (
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-Capability = Literal["structured", "prompt_logprobs", "embeddings", "images"]
+Capability = Literal["structured", "prompt_logprobs", "embeddings", "images", "draws"]
 """What only some engines can do: constrain the output to a grammar; tell the log-probabilities of the prompt's tokens; make
-embeddings of texts; read the images of a prompt. A worker announces the capabilities of its engine. A request lists the
-capabilities that it needs, and goes to a worker that announces them all. A worker with "embeddings" has a pooling model, which
-makes embeddings and nothing else."""
+embeddings of texts; read the images of a prompt; make pictures. A worker announces the capabilities of its engine. A request
+lists the capabilities that it needs, and goes to a worker that announces them all. A worker with "embeddings" has a pooling
+model, which makes embeddings and nothing else; a worker with "draws" makes pictures and nothing else."""
+EXCLUSIVE_CAPABILITIES: tuple[Capability, ...] = ("embeddings", "draws")
+"""A worker with one of these takes only requests that need it."""
 
 TOKEN_BYTES = 4
 """Bytes of a token id in messages and in hashes."""
 IMAGES_MAX = 16
 """Images of one request."""
+ADAPTERS_MAX = 8
+"""Adapters of one request."""
+PREVIEWS_MAX = 3
+"""Previews of one picture."""
+
+ImageKind = Literal["text", "image", "inpaint"]
+Sampler = Literal["ddim", "euler", "euler_a", "dpmpp_2m"]
+PictureFormat = Literal["png", "jpeg", "webp"]
 
 
 def is_adapter_name(name: str) -> bool:
@@ -40,12 +50,17 @@ def is_adapter_name(name: str) -> bool:
     return len(name) <= ADAPTER_NAME_CHARS and ADAPTER_NAME.fullmatch(name) is not None
 
 
+SLO_MAX_MS = 3_600_000
+"""The longest objective; one that long is none."""
+
+
 class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request's latency objective: time to first token and time per output token, both in milliseconds."""
+    """A request's latency objective, in milliseconds: time to first token, time per output token, time of the whole answer."""
 
     slo_class: str = "standard"
     ttft_slo_ms: float = 2000.0
     tpot_slo_ms: float = 200.0
+    e2e_slo_ms: float = 0.0  # the whole answer, 0: none
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -96,6 +111,43 @@ class EmbeddingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     dimensions: int | None = None
 
 
+class ImageParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Parameters of a picture. The gateway validates them and so does the worker's admission.
+
+    `kind`: from the prompt alone ("text"), from a source picture ("image"), or from a source picture and a mask ("inpaint");
+    they travel in `Work.images`, the source first. Of a base with two text encoders the second one reads `prompt_2` and
+    `negative_2`; empty means the same token ids as the first.
+    """
+
+    width: int  # pixels, as `height`
+    height: int
+    steps: int
+    guidance: float = 7.5  # 1 or less: no guidance, one row per step instead of two
+    negative: bytes = b""  # pack_tokens, as the other token ids here
+    prompt_2: bytes = b""
+    negative_2: bytes = b""
+    sampler: Sampler = "ddim"
+    strength: float = 1.0  # the share of the steps that change a source picture
+    kind: ImageKind = "text"
+    previews: int = 0  # 0 to PREVIEWS_MAX
+    format: PictureFormat = "png"
+    quality: int = 90  # 1 to 100, of "jpeg" and "webp"
+    index: int = 0  # which of the request's n pictures; `SamplingParams.seed` is this picture's own
+    metadata: bool = False  # prompt, seed and adapters are written into the file
+    state: bytes = b""  # a checkpoint to continue from (`StreamItem.state`)
+    state_step: int = 0  # steps that `state` has behind it
+
+    @property
+    def steps_run(self) -> int:
+        """The denoising steps that are run: with a source picture a share `strength` of `steps`, as diffusers counts them."""
+        return self.steps if self.kind == "text" else min(int(self.steps * self.strength), self.steps)
+
+    @property
+    def rows(self) -> float:
+        """What the picture adds to a step, in rows of 512 x 512 pixels without guidance."""
+        return (2 if self.guidance > 1.0 else 1) * self.width * self.height / (512 * 512)
+
+
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An immutable adapter version, as a request carries it. Workers and caches use `digest`, never the name."""
 
@@ -104,6 +156,13 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int  # the largest over its modules
     size_bytes: int
     version: int = 0  # the name's number of this content, for people; 0: unknown
+
+
+class Weighted(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter of a request with the weight of its update; 1 leaves the update as it was trained."""
+
+    ref: AdapterRef
+    weight: float = 1.0
 
 
 class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,13 +189,15 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     digest: str
     base_model: str
     rank: int
-    modules: tuple[str, ...]
-    layers: int  # how many layers it touches
+    modules: tuple[str, ...]  # of an image adapter the roles of its sites
+    layers: int  # how many layers it touches; 0 for an image adapter
     dtype: str  # safetensors name: F32, F16, BF16
     size_bytes: int  # of the blob
     source: str  # where it came from, for people
     created_unix_ms: int
     chat: str = ""  # the digest of what it brings for chats (`shared.adapter_chat`); "" for nothing
+    family: str = ""  # of an image adapter's base: sd15, sd2, sdxl, ...; "" for a language model's
+    sites: int = 0  # how many layers of an image model it changes (`shared.image_shapes`)
 
 
 EVERY_WORKER = "*"
@@ -180,7 +241,10 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):
-    """A request on a worker, as schedulers need it. Counts are tokens; `rank` 0 and `adapter_digest` "" mean the base model."""
+    """A request on a worker, as schedulers need it. Counts are tokens; `rank` 0 and `adapter_digest` "" mean the base model.
+
+    With several adapters `rank` is the sum of their ranks, and the digests after the first are in `more`.
+    """
 
     request_id: str
     epoch: int
@@ -195,6 +259,13 @@ class RequestBrief(msgspec.Struct, array_like=True, gc=False):
     tenant: str = ""
     tenant_weight: float = 1.0  # the tenant's share relative to others'
     cached_tokens: int = 0  # of its prompt, that are expected in the worker's prefix cache
+    rows: float = 1.0  # what it adds to a step
+    more: tuple[str, ...] = ()  # digests of further adapters
+
+    @property
+    def adapter_digests(self) -> tuple[str, ...]:
+        """All its adapters; empty for the base model."""
+        return (self.adapter_digest, *self.more) if self.adapter_digest else ()
 
 
 MechanismState = Literal["on", "waiting", "off"]

@@ -40,12 +40,20 @@ RECORD_BYTES = 64 << 10  # of an adapter, a key, a lease; how many of them there
 INTAKE_BYTES = 16 << 20
 PREDICTOR_BYTES = 128 << 20  # a state and its successor
 UPLOADS_BYTES = 2 << 30  # archives on their way to the registry, for minutes
+PICTURE_FILES_BYTES = 512 << 20  # pictures behind URLs
+RESULT_PICTURES_BYTES = 512 << 20  # pictures of durable requests
+RESULT_PICTURES_S = 7 * DAY_S
+PICTURES_BYTES = 512 << 20  # large pictures on their way to the gateway, for seconds
 
 
-def disk_bytes(tenants: int, tenant_bytes: int = TENANT_BYTES) -> int:
-    """The disk that the server sets aside for everything that `provision` creates, before anything is stored."""
+def disk_bytes(tenants: int, tenant_bytes: int = TENANT_BYTES, *, draws: bool = False) -> int:
+    """The disk that the server sets aside for everything that `provision` creates, before anything is stored.
+
+    `draws`: of an image base.
+    """
     each = 2 * tenant_bytes + tenant_bytes // 4  # requests, results, dead letters
-    return tenants * each + AUDIT_BYTES + INTAKE_BYTES + PREDICTOR_BYTES + UPLOADS_BYTES
+    drawn = PICTURES_BYTES + PICTURE_FILES_BYTES + RESULT_PICTURES_BYTES if draws else 0
+    return tenants * each + AUDIT_BYTES + INTAKE_BYTES + PREDICTOR_BYTES + UPLOADS_BYTES + drawn
 
 
 def request_bytes_max(bus: Bus) -> int:
@@ -54,9 +62,16 @@ def request_bytes_max(bus: Bus) -> int:
 
 
 async def provision(
-    bus: Bus, *, replicas: int = 1, tenants: Iterable[str] = (DEFAULT_TENANT,), tenant_bytes: int = TENANT_BYTES
+    bus: Bus,
+    *,
+    replicas: int = 1,
+    tenants: Iterable[str] = (DEFAULT_TENANT,),
+    tenant_bytes: int = TENANT_BYTES,
+    picture_ttl_s: float = 0.0,
 ) -> None:
     """Create missing streams and buckets and update existing ones. Sizes that an operator raised are kept.
+
+    `picture_ttl_s`: how long pictures behind URLs are kept; 0 for a base that draws none.
 
     Raises Unavailable naming the tenant, or JetStream's error for a bucket.
     """
@@ -99,6 +114,27 @@ async def provision(
         ObjectStoreConfig(bucket=subjects.PREDICTOR, max_bytes=PREDICTOR_BYTES, replicas=replicas),
         ObjectStoreConfig(bucket=subjects.UPLOADS, ttl=3600.0, max_bytes=UPLOADS_BYTES, replicas=replicas),
     ]
+    await _make_stores(bus, stores)
+    if picture_ttl_s:
+        await _provision_pictures(bus, picture_ttl_s, replicas)
+
+
+async def _provision_pictures(bus: Bus, picture_ttl_s: float, replicas: int) -> None:
+    """Create the buckets of an image base; pictures behind URLs are kept for as long as the option says now."""
+    files, results = subjects.PICTURE_FILES, subjects.RESULT_PICTURES
+    stores = [
+        ObjectStoreConfig(bucket=subjects.PICTURES, ttl=3600.0, max_bytes=PICTURES_BYTES, replicas=replicas),
+        ObjectStoreConfig(bucket=files, ttl=picture_ttl_s, max_bytes=PICTURE_FILES_BYTES, replicas=replicas),
+        ObjectStoreConfig(bucket=results, ttl=RESULT_PICTURES_S, max_bytes=RESULT_PICTURES_BYTES, replicas=replicas),
+    ]
+    await _make_stores(bus, stores)
+    have = (await bus.js.stream_info(f"OBJ_{files}")).config
+    if have.max_age != picture_ttl_s:
+        await bus.js.update_stream(have.evolve(max_age=picture_ttl_s))
+
+
+async def _make_stores(bus: Bus, stores: Iterable[ObjectStoreConfig]) -> None:
+    """Create the object stores that are missing."""
     for store in stores:
         try:
             await bus.js.object_store(store.bucket or "")

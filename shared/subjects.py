@@ -33,6 +33,9 @@ CONSUMER_INTAKE = "intake"  # the durable consumer on each request stream
 BLOBS = "motet_blobs"  # object store: validated adapter blobs by content digest
 PREDICTOR = "motet_predictor"  # object store: what predictors have learned
 UPLOADS = "motet_uploads"  # object store: archives on their way to validation, short-lived
+PICTURES = "motet_pictures"  # object store: pictures that are too large for a frame, short-lived; of image meshes only
+PICTURE_FILES = "motet_picture_files"  # object store: pictures behind URLs, for an hour; of image meshes only
+RESULT_PICTURES = "motet_result_pictures"  # object store: pictures of durable requests, for seven days; of image meshes only
 
 
 def assign(worker_id: str) -> str:

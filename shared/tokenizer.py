@@ -135,6 +135,22 @@ def load_tokenizer(model_dir: Path, texts: Mapping[str, str] | None = None) -> M
     return ModelTokenizer(backend, {name: str(token) for name, token in declared.named.items()})
 
 
+def with_declared(
+    backend: Tokenizer, texts: Mapping[str, str], names: Mapping[str, str], listed: Mapping[int, AddedToken]
+) -> ModelTokenizer:
+    """A tokenizer that its class makes of a vocabulary and merges, with every declared token.
+
+    `names`: the special tokens that the class has by default; `listed`: the added tokens of tokenizer.json, if there is one.
+    Raises UnusableFile.
+    """
+    declared = _declared(texts, listed)
+    for name, token in names.items():
+        declared.named.setdefault(name, token)
+    backend.encode_special_tokens = declared.splits_special
+    backend.add_tokens(declared.tokens(listed.values()))
+    return ModelTokenizer(backend, {name: str(token) for name, token in declared.named.items()})
+
+
 def end_token(model_dir: Path) -> int | None:
     """The id of the tokenizer's eos_token; None where no file names one or there is no tokenizer. Raises UnusableFile.
 

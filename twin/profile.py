@@ -6,6 +6,7 @@ from pathlib import Path
 
 from motet.policies.step.cold_start import AssistRates
 from motet.shared import profile
+from motet.shared.json_files import FileError, line_of
 from motet.shared.model import WorkerLimits
 from motet.shared.profile import VERSION
 from motet.twin.events import to_ps
@@ -90,5 +91,9 @@ def a10_llama2_7b() -> TwinProfile:
 
 
 def read_profile(path: Path) -> TwinProfile:
-    """The profile in a file. Raises FileError naming the line and the field."""
-    return profile.read_profile(path, TwinProfile)
+    """The profile in a file. Raises FileError naming the line and the field, also for a worker that draws pictures."""
+    read = profile.read_profile(path, TwinProfile)
+    if read.limits.engine == "images" or "draws" in read.limits.capabilities:
+        line = line_of(path.read_text(encoding="utf-8"), "limits.engine")
+        raise FileError(path, line, "limits.engine", "it draws pictures; only workers that generate text are simulated")
+    return read

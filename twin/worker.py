@@ -128,7 +128,7 @@ class Worker:
             fetch = blocks.end > blocks.first
             if fetch:
                 self._sources[brief.request_id, brief.epoch] = source
-        actions = self.core.on(Assign(brief, "", adapter if adapter.digest else None, live, fetch), now_s)
+        actions = self.core.on(Assign(brief, "", (adapter,) if adapter.digest else (), live, fetch), now_s)
         first = actions[0] if actions else None
         if isinstance(first, Refuse):
             self._sources.pop((brief.request_id, brief.epoch), None)

@@ -6,6 +6,7 @@
     src/attention.h   decode and chunked prefill            src/forward.h   the step
     src/loader.h      adapters copied beside the steps      src/channel.h   memory shared with a CPU LoRA process
     src/merge.h       an adapter added to packed weights    merging.py      copies made piece by piece
+    src/site_lora.h   LoRA of image models                  sites.py        its batches and calls
     src/assist.h      steps beside adapter copies           src/assist_server.h  the CPU LoRA process
     build.py          compiles with the system's compiler   library.py      ctypes
     packing.py        weights, packed or mapped             forward.py      the interface for the engine

@@ -58,6 +58,15 @@ def available_isas() -> tuple[str, ...]:
     return tuple(found)
 
 
+def choose_isa(isa: str | None = None) -> str:
+    """`isa`, or else MOTET_CPU_ISA or the best of this machine. Raises ValueError for one that the machine lacks."""
+    here = available_isas()
+    chosen = isa or os.environ.get("MOTET_CPU_ISA") or here[-1]
+    if chosen not in here:
+        raise ValueError(f"instruction set {chosen!r}: this machine has {', '.join(here)}, of {', '.join(ISAS)}")
+    return chosen
+
+
 def build(isa: str) -> Path:
     """The library for `isa`, compiled if the cache does not have it. Raises BuildError."""
     flags = [*_FLAGS, *_ISAS[isa][1], f"-DMOTET_LEVEL={ISAS.index(isa)}", *os.environ.get("MOTET_CPU_CXXFLAGS", "").split()]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from motet.kernels.cpu.build import ISAS, BuildError, available_isas, build
+from motet.kernels.cpu.build import BuildError, available_isas, build, choose_isa
 from motet.kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
 from motet.kernels.types import kv_block_bytes
 
@@ -199,6 +199,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         None,
         [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 5, c_void_p, c_void_p, c_int64],
     ),
+    "motet_site_lora": (None, [c_void_p, *[c_int64] * 3, c_void_p, c_void_p]),
     "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 7, c_void_p]),
     "motet_loader_new": (c_void_p, [POINTER(Pool), c_int64, c_int64, c_double]),
     "motet_loader_on_device": (c_void_p, [POINTER(Pool), POINTER(DeviceCalls), c_int64, c_double, c_int64]),
@@ -240,7 +241,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 @lru_cache
-def _load(path: Path) -> ctypes.CDLL:
+def load_library(path: Path) -> ctypes.CDLL:
     """Load a library. Raises BuildError for a file that is unreadable, damaged, or lacks a function."""
     try:
         library = ctypes.CDLL(str(path))
@@ -269,16 +270,13 @@ class CpuEngine:
     """
 
     def __init__(self, *, threads: int = 0, isa: str | None = None) -> None:
-        here = available_isas()
-        self.isa = isa or os.environ.get("MOTET_CPU_ISA") or here[-1]
-        if self.isa not in here:
-            raise ValueError(f"instruction set {self.isa!r}: this machine has {', '.join(here)}, of {', '.join(ISAS)}")
+        self.isa = choose_isa(isa)
         self.threads = threads or len(os.sched_getaffinity(0))
         self.path = build(self.isa)
-        self.library = _load(self.path)
+        self.library = load_library(self.path)
         self._handle = self.library.motet_engine_new(self.threads)
         if not self._handle:
-            raise BuildError(f"the operating system refuses {self.isa}; set MOTET_CPU_ISA={here[-2]}")
+            raise BuildError(f"the operating system refuses {self.isa}; set MOTET_CPU_ISA={available_isas()[-2]}")
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote
 
 import click
@@ -16,12 +17,14 @@ import click
 from motet.cli.client import Client
 from motet.cli.status import refused_lines
 from motet.cli.terminal import as_json_option, ask, connection, print_json, table, terminal
+from motet.services.registry.files import CONFIG, IMAGE, LORA_FILE, WEIGHTS, is_lora_file
+from motet.shared.errors import InvalidAdapter
 from motet.shared.text_files import TEMPLATES_DIR, is_text_file
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 SOURCE = re.compile(r"[a-z][a-z0-9_+.-]*:.")  # a kind of places, and one of them
 REFUSED_LISTED = 1000
-PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+PEFT_FILES = (CONFIG, WEIGHTS)
 
 
 @click.group()
@@ -76,6 +79,9 @@ def show(name: str, url: str, as_json: bool) -> None:
     if card.get("alias_of"):
         card["alias_of"] = f"{card['alias_of']} ({_follows(card)})"
     card.pop("follows", None)
+    for key in ("family", "sites"):  # of image adapters only
+        if card.get(key) is None:
+            card.pop(key, None)
     chat = card.pop("chat") or {}
     for name, source in chat.pop("templates", {}).items():
         chat[f"chat_template {name}"] = f"{len(source)} characters"
@@ -98,13 +104,14 @@ def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
     """Add the adapter SOURCE under NAME.
 
     SOURCE is a PEFT directory, an archive of one (.zip, .tar, .tar.gz), a Hugging Face id, or KIND:LOCATION, a place of another
-    kind that the registry knows. Local files are uploaded. The registry checks the weights before it registers them, and names
-    what is wrong.
+    kind that the registry knows. For an image model it is a LoRA file (.safetensors), or a directory or an archive with one.
+    Local files are uploaded. The registry checks the weights before it registers them, and names what is wrong.
 
     \b
       motet adapters add summaries ./out/checkpoint-900
       motet adapters add sql someone/llama-sql-lora
       motet adapters add summaries ./out/checkpoint-1200 --replace
+      motet adapters add watercolor ./watercolor.safetensors
     """
 
     path, replace, tenant, chat = Path(source).expanduser(), how["replace"], how["tenant"], how["chat"]
@@ -221,15 +228,30 @@ def unpin(name: str, tenant: str | None, url: str) -> None:
 async def upload(
     client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None, chat: bool = True
 ) -> Any:
-    """Upload a PEFT directory or an archive of one; the registered adapter's card. Raises ApiError."""
+    """Upload an adapter: a directory, an archive of one, or a LoRA file; the registered adapter's card. Raises ApiError."""
     form = {"name": name, "replace": str(replace).lower(), "chat": str(chat).lower()} | _params(tenant)
-    archive: dict[str, Any]
-    if path.is_dir():
-        archive = {"file": (f"{path.name}.tar", pack(path), "application/x-tar")}
-        return await client.call("POST", "/v1/adapters", data=form, files=archive)
-    with path.open("rb") as source:
-        archive = {"file": (path.name, source, "application/octet-stream")}
-        return await client.call("POST", "/v1/adapters", data=form, files=archive)
+    with contextlib.ExitStack() as opened:
+        source: IO[bytes]
+        if path.is_dir() and not is_lora_directory(path):
+            file_name, source, kind = f"{path.name}.tar", pack(path), "application/x-tar"
+        else:
+            file = _lora_file(path) if path.is_dir() else path
+            file_name, source, kind = file.name, opened.enter_context(file.open("rb")), "application/octet-stream"
+        return await client.call("POST", "/v1/adapters", data=form, files={"file": (file_name, source, kind)})
+
+
+def is_lora_directory(directory: Path) -> bool:
+    """Whether a directory holds an image adapter rather than one of PEFT's."""
+    names = {path.name for path in directory.iterdir()}
+    return CONFIG not in names and (LORA_FILE in names or any(map(is_lora_file, names - {WEIGHTS})))
+
+
+def _lora_file(directory: Path) -> Path:
+    """The LoRA file of an image adapter's directory. Raises click.UsageError when there are several."""
+    try:
+        return directory / IMAGE.weights(str(directory), [path.name for path in directory.iterdir()])
+    except InvalidAdapter as error:
+        raise click.UsageError(error.message) from None
 
 
 def pack(directory: Path) -> io.BytesIO:
@@ -257,6 +279,12 @@ def _params(tenant: str | None) -> dict[str, str]:
     return {} if tenant is None else {"tenant": tenant}
 
 
+def _modules(card: dict[str, Any]) -> str:
+    """What an adapter changes, in short."""
+    modules = " ".join(str(module).removesuffix("_proj") for module in card["modules"])
+    return f"{card['family']}, {card['sites']} sites: {modules}" if card.get("family") else modules
+
+
 def _workers(card: dict[str, Any]) -> str:
     """Where an adapter is pinned, in words."""
     pinned = card.get("pinned_to") or []
@@ -278,7 +306,7 @@ def _row(card: dict[str, Any]) -> tuple[str, ...]:
         f"{card['size_bytes'] / 1e6:.2f} MB",
         str(card["version"]),
         str(card["digest"])[:12],
-        " ".join(str(module).removesuffix("_proj") for module in card["modules"]),
+        _modules(card),
         ", ".join(f"{worker}: {tier}" for worker, tier in sorted(resident.items())),
         _workers(card),
     )

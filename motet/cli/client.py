@@ -80,6 +80,19 @@ class Client:
                     raise ApiError(str(event["error"].get("message", event["error"])), int(event["error"].get("status") or 500))
                 yield event
 
+    async def news(self, path: str, *, headers: dict[str, str], **body: Any) -> AsyncIterator[str | dict[str, Any]]:
+        """The comments (texts) and the events of a streamed answer, as they arrive. Errors raise."""
+        async with self._answer("POST", path, headers=headers, **body) as answer:
+            async for line in answer.aiter_lines():
+                name, _, value = line.partition(": ")
+                if name == "" and value:
+                    yield value
+                elif name == "data" and value != "[DONE]":
+                    event = orjson.loads(value)
+                    if "error" in event:
+                        raise ApiError(str(event["error"].get("message", event["error"])), 500)
+                    yield event
+
     @contextlib.asynccontextmanager
     async def _answer(self, method: str, path: str, **body: Any) -> AsyncIterator[httpx2.Response]:
         """An exchange whose status is below 400; its failures are ApiErrors."""

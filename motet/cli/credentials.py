@@ -106,9 +106,11 @@ def _provision_tenant(tenant: str) -> tuple[str, ...]:
 
 
 BUCKETS = (
+    f"OBJ_{subjects.PICTURES}",
     *(f"KV_{bucket}" for bucket in (subjects.KV_ADAPTERS, subjects.KV_KEYS, subjects.KV_LEASES, subjects.KV_INTAKE)),
     f"KV_{subjects.KV_PLACEMENT}",
     *(f"OBJ_{bucket}" for bucket in (subjects.BLOBS, subjects.UPLOADS, subjects.PREDICTOR)),
+    *(f"OBJ_{bucket}" for bucket in (subjects.PICTURE_FILES, subjects.RESULT_PICTURES)),
 )
 
 
@@ -134,8 +136,11 @@ SERVICES: dict[str, Permissions] = {
             *_kv_read(subjects.KV_ADAPTERS),
             *_kv_read(subjects.KV_PLACEMENT),
             *_store_write(subjects.UPLOADS),
+            *_store_write(subjects.PICTURE_FILES),
+            *_store_write(subjects.RESULT_PICTURES),
             f"$KV.{subjects.KV_INTAKE}.>",
             *_kv_read(subjects.KV_INTAKE),
+            *_store_write(subjects.PICTURES),  # a picture that was read is deleted
             "$JS.API.STREAM.NAMES",  # tenants' request streams are found by their subjects
         ),
         subscribe=(subjects.STREAMS, subjects.WORKER_STATES, subjects.WORKER_NOTICES, subjects.MOVE),
@@ -185,6 +190,7 @@ SERVICES: dict[str, Permissions] = {
             *_kv_read(subjects.KV_ADAPTERS),
             *_kv_read(subjects.KV_PLACEMENT),
             *_store_read(subjects.BLOBS),
+            *_store_write(subjects.PICTURES),
         ),
         subscribe=(subjects.assign("*"), subjects.control("*"), subjects.ping("*"), subjects.kv("*"), "$SRV.>"),
         answers=("gateway", "scheduler", "registry", "worker"),

@@ -30,6 +30,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Using it": {
         "chat": ("motet.cli.chat:chat", "Chat with an adapter or the base model."),
+        "image": ("motet.cli.image:image", "Draw a picture with adapters."),
         "complete": ("motet.cli.chat:complete", "Complete a prompt."),
         "adapters": ("motet.cli.adapters:adapters", "Add, list, show and remove adapters."),
         "keys": ("motet.cli.keys:keys", "Make, list, rotate and revoke API keys."),

@@ -88,11 +88,13 @@ def live(url: str, watch_s: float, objectives: Mapping[str, Objective], say: Cal
     """The rates that a running mesh had while it was watched, with the ranks and sizes of its registry. Raises ApiError.
 
     Lengths are log-normal with the means that were seen. What the gateway counts as "other" is spread evenly over the adapters
-    that it does not list. Raises ValueError if no request ended meanwhile.
+    that it does not list. Raises ValueError if no request ended meanwhile, and for a mesh that draws pictures.
     """
 
     async def ask() -> tuple[Counts, Counts, list[dict[str, Any]]]:
         async with Client(url) as client:
+            status = await client.call("GET", "/v1/status")
+            refuse_pictures(status["workers"])
             before = counts(await client.call("GET", "/metrics"))
             say(f"watching {url} for {watch_s:g} s")
             await asyncio.sleep(watch_s)
@@ -102,6 +104,13 @@ def live(url: str, watch_s: float, objectives: Mapping[str, Objective], say: Cal
 
     before, after, known = asyncio.run(ask())
     return seen(before, after, known, watch_s, objectives)
+
+
+def refuse_pictures(workers: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError naming a worker that draws pictures."""
+    drawing = next((worker["worker_id"] for worker in workers if "draws" in worker.get("capabilities", ())), None)
+    if drawing is not None:
+        raise ValueError(f"--from: worker {drawing} draws pictures; only meshes that generate text are planned")
 
 
 def counts(text: str) -> Counts:

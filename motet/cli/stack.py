@@ -72,6 +72,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert_file: str = ""  # of the gateways
     tls_key_file: str = ""
     notes: tuple[str, ...] = ()  # on the model's files, for people
+    draws: bool = False  # whether the model is an image base
     chats_missing: str = ""  # why chats cannot be served; "" if they can
     given: Mapping[str, Any] = {}  # other options of services, for each that has them; they read the rest from their variables
 
@@ -276,7 +277,8 @@ class Stack:
         asked = {"tenant_stream_mib": self.options.given.get("tenant_stream_mib")}
         tenant_bytes = load(PublishersConfig, asked).tenant_stream_mib << 20
         # the server gives streams three quarters of what is free
-        return disk_bytes(len({DEFAULT_TENANT, *self.options.tenants}), tenant_bytes) * 4 // 3
+        tenants = len({DEFAULT_TENANT, *self.options.tenants})
+        return disk_bytes(tenants, tenant_bytes, draws=self.options.draws) * 4 // 3
 
     def _service(self, name: str) -> ServiceProcess:
         return ServiceProcess(self.spec_for(name), self.data_dir / "logs", echo=self._echo)

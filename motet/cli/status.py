@@ -118,5 +118,7 @@ def _engine(worker: dict[str, Any]) -> str:
 
 
 def _used(worker: dict[str, Any], what: str) -> str:
+    if what == "kv_blocks" and "draws" in worker.get("capabilities", ()):
+        return "-"  # pictures need no KV blocks; its number only says that there is always room
     total = worker[f"{what}_total"]
     return f"{1 - worker[f'{what}_free'] / total:.0%}" if total else "-"

@@ -153,6 +153,9 @@ async def summary(stack: Stack) -> str:
     if options.chats_missing:
         asked, path = {"prompt": "hello there"}, "completions"
     body = {"model": model, **asked, "max_tokens": 64, "stream": True}
+    if options.draws:
+        model = "invert" if "invert" in adapters else model
+        path, body = "images/generations", {"model": model, "prompt": "a red circle on sky", "response_format": "url"}
     return f"""ready: {base}{shown}{refused}
 
   {url}/v1

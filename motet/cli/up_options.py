@@ -22,13 +22,19 @@ from motet.cli.options import SERVICES, ConfigOption, HelpAll, config_of, option
 from motet.cli.preflight import preflight
 from motet.cli.stack import StackOptions
 from motet.examples.demo import BASE, DEMO, PARSER
+from motet.examples.demo_images import BASE as IMAGES_BASE
+from motet.examples.demo_images import DEMO_IMAGES
 from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.openai.image_base import ImageBase, is_image_base
 from motet.services.registry.config import RegistryConfig
 from motet.services.worker.config import WorkerConfig
 from motet.shared.chat_templates import served_templates
 from motet.shared.config import COMMON, PLUGINS, Config, ConfigError, Field, ServiceConfig, fields, load
 from motet.shared.hub import resolve_model
+from motet.shared.image_shapes import INDEX
 
+DEMO_PIXELS = 256 * 256
+"""The largest picture of the image demo: a step at 512x512 takes 8 s of a core, since attention grows with the square."""
 TEXTS = {
     "model": "Base model: a local directory in Hugging Face format, or a Hugging Face id",
     "port": "Port of the first gateway; 0 for any  [default: 8000]",
@@ -44,6 +50,10 @@ class StackConfig(Config, frozen=True, kw_only=True):
     demo: Annotated[bool, Meta(description="serve the small model and the 17 adapters that come with Motet", extra=COMMON)] = (
         False
     )
+    demo_images: Annotated[
+        bool,
+        Meta(description="serve the small image model and the 16 style adapters that come with Motet", extra=COMMON),
+    ] = False
     workers: Annotated[int, Meta(ge=1, le=64, description="number of workers; they share the cores", extra=COMMON)] = 1
     gateways: Annotated[int, Meta(ge=1, le=64, description="number of gateways, on --port, --port + 1, ...", extra=COMMON)] = 1
     schedulers: Annotated[int, Meta(ge=1, le=16, description="number of schedulers")] = 1
@@ -103,8 +113,12 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     own = load(StackConfig, {name: value for name, value in taken.items() if name in StackConfig.__struct_fields__}, environ)
     taken = {name: value for name, value in taken.items() if name not in StackConfig.__struct_fields__}
     taken = _with_model(own, taken, environ)
-    gateway, worker, registry = (_config(kind, taken, environ) for kind in ("gateway", "worker", "registry"))
-    assert isinstance(gateway, GatewayConfig) and isinstance(worker, WorkerConfig) and isinstance(registry, RegistryConfig)
+    gateway = _config("gateway", taken, environ)
+    assert isinstance(gateway, GatewayConfig)
+    model = Path(resolve_model(gateway.base.model)).resolve()
+    draws, taken = _with_engine(model, taken, environ)
+    worker, registry = (_config(kind, taken, environ) for kind in ("worker", "registry"))
+    assert isinstance(worker, WorkerConfig) and isinstance(registry, RegistryConfig)
     for kind in ("scheduler", "predictor"):
         _config(kind, taken, environ)
     elsewhere = "nats_url" in taken or declared()["nats_url"].variable in environ
@@ -114,13 +128,10 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     for flag, directory in (("--credentials", own.credentials), ("--adapters-dir", adapters_dir)):
         if directory and not Path(directory).is_dir():
             raise ConfigError(f"{flag}: there is no directory {directory}")
-    model = Path(resolve_model(gateway.base.model)).resolve()
-    notes = preflight(
-        model, engine=worker.engine.engine, load_format=worker.engine.load_format, quantization=worker.engine.quantization
-    )
-    chats_missing = served_templates(model, gateway.answers.chat_template).missing
+    notes, chats_missing = _checked(model, draws, gateway, worker)
     return StackOptions(
         model=str(model),
+        draws=draws,
         chats_missing=chats_missing,
         notes=tuple(notes),
         served_model_name=gateway.base.name,
@@ -162,15 +173,52 @@ def _taken(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, An
 
 
 def _with_model(own: StackConfig, taken: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The options with those of `--demo`. Raises ConfigError unless just one of `--model` and `--demo` is given."""
+    """The options with those of `--demo` or `--demo-images`. Raises ConfigError unless one of them or `--model` is given."""
+    if own.demo and own.demo_images:
+        raise ConfigError("--demo and --demo-images: each says what to serve, give one of them")
     if own.demo:
         if "model" in taken:
             raise ConfigError("--model and --demo: each says what to serve, give one of them")
         demo = {"model": str(DEMO / "model"), "served_model_name": BASE, "adapters_dir": str(DEMO / "adapters")}
         return demo | {"tool_call_parser": PARSER} | taken
+    if own.demo_images:
+        if "model" in taken:
+            raise ConfigError("--model and --demo-images: each says what to serve, give one of them")
+        return _demo_images() | taken
     if "model" not in taken and declared()["model"].variable not in environ:
-        raise ConfigError("--model or --demo: one of them says what to serve")
+        raise ConfigError("--model, --demo or --demo-images: one of them says what to serve")
     return taken
+
+
+def _with_engine(model: Path, taken: dict[str, Any], environ: Mapping[str, str]) -> tuple[bool, dict[str, Any]]:
+    """Whether the model is an image base, and the options: one is run by the image engine, unless another is named."""
+    draws = is_image_base(model)
+    if draws and declared()["engine"].variable not in environ:
+        taken = {"engine": "images"} | taken
+    return draws, taken
+
+
+def _checked(model: Path, draws: bool, gateway: GatewayConfig, worker: WorkerConfig) -> tuple[list[str], str]:
+    """Notes on the model's files, and why chats cannot be served, if they cannot. Raises ConfigError for an unusable file."""
+    if draws:
+        ImageBase(model)
+        return [], ""
+    engine = worker.engine
+    notes = preflight(model, engine=engine.engine, load_format=engine.load_format, quantization=engine.quantization)
+    return notes, served_templates(model, gateway.answers.chat_template).missing
+
+
+def _demo_images() -> dict[str, Any]:
+    """The options of `--demo-images`. Raises ConfigError naming what is missing of the model and its adapters."""
+    model, adapters = DEMO_IMAGES / "model", DEMO_IMAGES / "adapters"
+    missing = next((path for path in (model / INDEX, adapters) if not path.exists()), None)
+    if missing is not None:
+        raise ConfigError(
+            f"--demo-images: {missing} is missing; `python -m motet.examples.demo_images.train --publish` makes the model and"
+            " its adapters"
+        )
+    served = {"model": str(model), "served_model_name": IMAGES_BASE, "adapters_dir": str(adapters)}
+    return served | {"engine": "images", "image_steps": 20, "image_guidance": 2.0, "image_max_pixels": DEMO_PIXELS}
 
 
 def _config(kind: str, taken: Mapping[str, Any], environ: Mapping[str, str]) -> Config:

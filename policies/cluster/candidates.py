@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.cluster.cluster_state import ClusterState
-from motet.policies.cluster.worker_table import EMBEDDINGS_BIT, capability_bits
+from motet.policies.cluster.worker_table import EXCLUSIVE_BITS, capability_bits
+from motet.shared.model import EXCLUSIVE_CAPABILITIES, Capability
 from motet.shared.wire.prefixes import PrefixKeys
 
 Reason = Literal["capability", "stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
@@ -29,7 +30,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A request as policies see it. `tokens` counts the prompt and, after a resumption, the output so far."""
 
     base_model: str
-    rank: int  # 0 for the base
+    rank: int  # 0 for the base; of several adapters the sum
     tokens: int
     tpot_slo_ms: float
     ttft_slo_ms: float = inf
@@ -47,11 +48,25 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     travels: bool = False  # its worker may fetch cached blocks of its prompt from another worker
     demand: float = 0.0  # recent demand of the tenant (policies.cluster.demand.Standing); 0 for unknown
     largest_demand: float = 0.0
+    rows: float = 1.0  # what it adds to a step
+    more: tuple[tuple[str, int], ...] = ()  # further adapters: digest and bytes
+    largest_rank: int = 0  # of one adapter, where there are several
+    e2e_slo_ms: float = inf  # for the whole answer
 
     @property
     def embeds(self) -> bool:
         """Whether the request asks for an embedding instead of text."""
         return "embeddings" in self.needs
+
+    @property
+    def draws(self) -> bool:
+        """Whether the request asks for a picture."""
+        return "draws" in self.needs
+
+    @property
+    def rank_needed(self) -> int:
+        """The LoRA rank that its worker must accept."""
+        return self.largest_rank or self.rank
 
 
 class Screening(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +76,7 @@ class Screening(msgspec.Struct, frozen=True, kw_only=True):
     longest_context: int = 0  # tokens; the largest that a live worker could take, by context length and KV memory
     largest_rank: int = 0
     lacking: tuple[str, ...] = ()  # capabilities that the request needs and no live worker has
+    exclusive: tuple[Capability, ...] = ()  # of the live workers that do one thing only
 
 
 def candidates(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> NDArray[np.bool_]:
@@ -90,19 +106,26 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
     t, live = state.table, serves & ~failures["stale"] if "stale" in failures else serves.copy()
     known = int(np.bitwise_or.reduce(t["capabilities"][live], initial=0))
     nobody_has = tuple(word for word in ask.needs if not capability_bits((word,)) & known)
+    exclusive = tuple(word for word in EXCLUSIVE_CAPABILITIES if capability_bits((word,)) & known)
     if "capability" in failures:
         live &= ~failures["capability"]
     if not live.any():
-        return Screening(rejected=rejected, lacking=nobody_has)
+        return Screening(rejected=rejected, lacking=nobody_has, exclusive=exclusive)
     context = np.minimum(t["max_model_len"], t["kv_tokens_total"])[live]
     largest_rank = int(t["max_lora_rank"][live].max())
-    return Screening(rejected=rejected, longest_context=int(context.max()), largest_rank=largest_rank, lacking=nobody_has)
+    return Screening(
+        rejected=rejected,
+        longest_context=int(context.max()),
+        largest_rank=largest_rank,
+        lacking=nobody_has,
+        exclusive=exclusive,
+    )
 
 
 def lacking(state: ClusterState, ask: Ask) -> NDArray[np.bool_]:
-    """The rows of workers that lack a capability of the request, or that have a pooling model when it asks for text."""
+    """The rows of workers that lack a capability of the request, or that do only something else than it asks for."""
     needed = capability_bits(ask.needs)
-    examined = np.uint64(needed | EMBEDDINGS_BIT)
+    examined = np.uint64(needed | EXCLUSIVE_BITS)
     return (state.table["capabilities"] & examined) != np.uint64(needed)
 
 
@@ -112,7 +135,7 @@ def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> di
     needed = ask.tokens + (not ask.embeds)  # room for one new token, or there is nothing to generate
     context, rank = state.least
     failures: dict[Reason, NDArray[np.bool_]] = {}
-    if ask.needs or state.pooling:
+    if ask.needs or state.exclusive:
         failures["capability"] = lacking(state, ask)
     if not state.all_heard_since(now_s - stale_s):
         failures["stale"] = t["heard_s"] < now_s - stale_s
@@ -120,7 +143,7 @@ def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> di
         failures["max_model_len"] = t["max_model_len"] < needed
         failures["kv_memory"] = t["kv_tokens_total"] < needed
     if ask.rank > rank:
-        failures["lora_rank"] = t["max_lora_rank"] < ask.rank
+        failures["lora_rank"] = t["max_lora_rank"] < ask.rank_needed
     if state.held_back:
         failures["draining"] = t["draining"]
     if ask.tried:

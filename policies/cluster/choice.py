@@ -52,16 +52,24 @@ def spread(state: ClusterState, rows: NDArray[np.intp], key: int) -> int:
 
 
 def adapter_ms(state: ClusterState, ask: Ask) -> tuple[Floats, Floats]:
-    """Time to copy the request's adapter onto each worker's device, and to fetch it into the worker's memory before.
+    """Time to copy the request's adapters onto each worker's device, and to fetch them into the worker's memory before.
 
-    The copy is 0 where the adapter is on the device, or about to be for another request; the fetch is 0 where it is in any
+    The copy is 0 where an adapter is on the device, or about to be for another request; the fetch is 0 where it is in any
     tier. Both are 0 for the base model. The caller must not change the arrays, because other requests get the same ones.
     """
     count = len(state.ids)
     if not ask.adapter:
         return np.zeros(count), np.zeros(count)
-    copy, fetch = state.perf.transfer_ms(ask.adapter_bytes)
-    held = state.holders(ask.adapter)
+    copy, fetch = _one_ms(state, ask.adapter, ask.adapter_bytes)
+    for digest, size_bytes in ask.more:
+        its_copy, its_fetch = _one_ms(state, digest, size_bytes)
+        copy, fetch = copy + its_copy, fetch + its_fetch
+    return copy, fetch
+
+
+def _one_ms(state: ClusterState, adapter: str, size_bytes: int) -> tuple[Floats, Floats]:
+    copy, fetch = state.perf.transfer_ms(size_bytes)
+    held = state.holders(adapter)
     if held is not None:
         rows = held.rows
         copy = copy.copy()

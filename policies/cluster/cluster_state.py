@@ -35,10 +35,11 @@ from motet.policies.cluster.worker_table import (
 from motet.policies.memory.kv_blocks import merged_short, told_tokens
 from motet.policies.memory.kv_travel import MOST_BYTES, SURE
 from motet.policies.times.perf_model import MIB, Floats
-from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
+from motet.shared.model import EXCLUSIVE_CAPABILITIES, PerfModel, RequestBrief, Tier, WorkerLimits
 from motet.shared.wire.prefixes import PrefixKeys, unpack_keys
 
 _ANY = 1 << 40  # tokens, or a rank, above all
+_ONLY = frozenset(EXCLUSIVE_CAPABILITIES)
 
 
 class Beginning(NamedTuple):
@@ -69,7 +70,7 @@ class ClusterState:
         self.found: Any = None
         """What the last question's prompt found (`cached_prompt.find`)."""
         self.held_back: set[int] = set()  # the rows that are draining or refusing
-        self.pooling: set[int] = set()  # the rows with a pooling model
+        self.exclusive: set[int] = set()  # the rows that take only requests of one kind
         self.crowded: set[int] = set()  # the rows without a free seat
         self._perf: PerfColumns | None = None  # this and the next ones are computed on demand, see `_forget_derived`
         self._travel_gain: Floats | None = None
@@ -224,7 +225,7 @@ class ClusterState:
         t["max_model_len"][row] = limits.max_model_len
         t["max_lora_rank"][row] = limits.max_lora_rank
         t["capabilities"][row] = capability_bits(word for word in limits.capabilities if word in CAPABILITY_BITS)
-        (self.pooling.add if "embeddings" in limits.capabilities else self.pooling.discard)(row)
+        (self.exclusive.discard if _ONLY.isdisjoint(limits.capabilities) else self.exclusive.add)(row)
         t["max_running"][row] = limits.max_running
         t["max_requests"][row] = limits.max_running + limits.max_waiting
         t["block_size"][row] = limits.block_size
@@ -273,7 +274,7 @@ class ClusterState:
         self.prefixes.forget(row)
         self._merged.pop(row, None)
         self.held_back.discard(row)
-        self.pooling.discard(row)
+        self.exclusive.discard(row)
         self.crowded.discard(row)
         self._forget_derived()
 
@@ -324,6 +325,7 @@ class ClusterState:
             self._write_running_left(worker_id, load)
             return
         new = WorkerLoad()
+        new.uneven = load.uneven
         for brief in requests.values():
             new.add(brief)
         self._loads[worker_id] = new
@@ -360,6 +362,8 @@ class ClusterState:
                 self._locate(worker_id, digest)
             if old is not None and old.adapter_digest not in adapters:
                 self._locate(worker_id, old.adapter_digest)
+            if brief.more or (old is not None and old.more):
+                self._locate_all(worker_id, (*brief.more, *(old.more if old is not None else ())))
             began = began or (brief.phase == "running" and (old is None or old.phase != "running"))
             opens, same = opens or not queue.size, False
         for request_id in removed:
@@ -368,6 +372,8 @@ class ClusterState:
                 same = False
                 if old.adapter_digest not in adapters:
                     self._locate(worker_id, old.adapter_digest)
+                if old.more:
+                    self._locate_all(worker_id, old.more)
         if running_left is not None:
             load.running_left = running_left
         if same:
@@ -403,17 +409,23 @@ class ClusterState:
         t["rank_sum"][row] = exists.sum
         t["max_rank"][row] = exists.max
         t["tightest_tpot_ms"][row] = load.tightest
+        if load.uneven:
+            t["extra_rows"][row] = load.extra_rows
         self._write_times(row, worker_id, load)
 
     def _write_times(self, row: int, worker_id: str, load: WorkerLoad) -> None:
         """Write the times that follow from the worker's requests, limits and coefficients (`times.perf_model`)."""
         limits, perf = self._terms[worker_id]
         exists, queue = load.exists, load.queue
-        running, queued = exists.sum, queue.sum  # the LoRA loads
+        rows: float = exists.size
+        running: float = exists.sum  # the LoRA loads
+        queued = queue.sum
+        if load.uneven:
+            rows, running = rows + load.extra_rows, running + load.extra_ranks
         if perf.kernel == "bgmv":
-            running, queued = exists.size * exists.max, queue.size * queue.max
+            running, queued = rows * exists.max, queue.size * queue.max
         base_ms = perf.decode_base_ms if perf.decode_base_ms > MIN_STEP_MS else MIN_STEP_MS
-        self.table["step_ms"][row] = base_ms + perf.decode_row_ms * exists.size + perf.decode_lora_ms * running
+        self.table["step_ms"][row] = base_ms + perf.decode_row_ms * rows + perf.decode_lora_ms * running
         queue_ms = perf.prefill_base_ms + perf.prefill_token_ms * load.queue_tokens + perf.prefill_lora_ms * queued
         self.table["queue_ms"][row] = queue_ms
         if exists.size >= limits.max_running:
@@ -441,6 +453,10 @@ class ClusterState:
     def drop_adapter(self, worker_id: str, digest: str) -> None:
         """Remove an adapter that the worker holds in no tier any more; unknown ones are ignored."""
         if self._adapters[worker_id].pop(digest, None) is not None:
+            self._locate(worker_id, digest)
+
+    def _locate_all(self, worker_id: str, digests: Iterable[str]) -> None:
+        for digest in digests:
             self._locate(worker_id, digest)
 
     def _locate(self, worker_id: str, digest: str) -> None:

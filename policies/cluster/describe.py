@@ -8,13 +8,16 @@ Work ──brief_of──> RequestBrief    what schedulers and workers tell each
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.demand import Standing
 from motet.policies.cluster.worker_load import tokens_left
 from motet.policies.cluster.worker_table import hash_of
-from motet.shared.model import AdapterRef, Phase, RequestBrief, Slo
+from motet.shared.model import AdapterRef, ImageParams, Phase, RequestBrief, Slo, Weighted
 from motet.shared.wire.prefixes import PrefixKeys
 
 RESUMED_TTFT_MS = 300.0
@@ -67,19 +70,36 @@ def brief_of(
     )
 
 
+def picture_brief(brief: RequestBrief, image: ImageParams, weighted: tuple[Weighted, ...]) -> RequestBrief:
+    """The facts of a request for a picture: what it adds to a step, and all its adapters."""
+    digests = [one.ref.digest for one in weighted] or [""]
+    rank = sum(one.ref.rank for one in weighted)
+    return replace(brief, rows=image.rows, rank=rank, adapter_digest=digests[0], more=tuple(digests[1:]))
+
+
+def first_and_more(weighted: tuple[Weighted, ...]) -> tuple[AdapterRef | None, tuple[AdapterRef, ...]]:
+    """The first of a request's adapters, None without one, and the others."""
+    refs = tuple(one.ref for one in weighted)
+    return (refs[0], refs[1:]) if refs else (None, ())
+
+
 def ask_of(
     brief: RequestBrief,
     standing: Standing,
     *,
     base_model: str,
     adapter_bytes: int = 0,
+    more: tuple[AdapterRef, ...] = (),
+    largest_rank: int = 0,
+    e2e_slo_ms: float = 0.0,
     prefix_keys: tuple[PrefixKeys, ...] = (),
     travels: bool = False,
     needs: Mapping[str, str] = {},
     avoid: tuple[str, ...] = (),
     tried: tuple[str, ...] = (),
 ) -> Ask:
-    """The question which worker takes the request. `standing`: of its tenant; the others as in `Ask`."""
+    """The question which worker takes the request. `standing`: of its tenant; `more`: its adapters after the first;
+    `e2e_slo_ms`: 0 for none; the others as in `Ask`."""
     begun = brief.epoch > 0 or brief.output_tokens > 0
     return Ask(
         base_model=base_model,
@@ -101,6 +121,10 @@ def ask_of(
         tenant_weight=brief.tenant_weight,
         demand=standing.own,
         largest_demand=standing.largest,
+        rows=brief.rows,
+        more=tuple([(one.digest, one.size_bytes) for one in more]) if more else (),
+        largest_rank=largest_rank,
+        e2e_slo_ms=e2e_slo_ms or inf,
     )
 
 

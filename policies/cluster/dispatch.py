@@ -108,7 +108,7 @@ def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: 
     """
     t = state.table
     live = state.serving(ask.base_model) & (t["heard_s"] >= now_s - stale_s) & ~t["draining"]
-    if ask.needs or state.pooling:
+    if ask.needs or state.exclusive:
         live &= ~lacking(state, ask)
     if not live.any():
         return MIN_RETRY_S

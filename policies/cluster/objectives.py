@@ -9,6 +9,8 @@ until all miss. Estimates for the request r on a worker with seats, or KV memory
     wait    = turn * how many lack a seat up to r / (1 - u) + the prefill of those that join with r
     ttft    = wait + Pre(r) + r's adapter + 1.5 * Dec(rows)
 
+An objective for the whole answer is compared with ttft + output * tpot.
+
 L is the average response length; in `turn`, the average rest of a running request if that is more. Waiting requests run in
 order of urgency (`step.batch_admission`), so those before r are in its band of objectives or a more urgent one. u is
 the share of running rows that are more urgent than r: under steady overload this share of the seats goes to requests that
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -75,7 +78,10 @@ def pressed(state: ClusterState, ask: Ask, row: int, now_s: float, avg_resp_len:
     row_ms = t["decode_row_ms"].item(row) + t["decode_lora_ms"].item(row) * rank + prefill / avg_resp_len
     tightest = t["tightest_tpot_ms"].item(row) * ROOM[band_of(ask.ttft_slo_ms)]
     limit: float = TPOT_MARGIN * min(tightest, ask.tpot_slo_ms)
-    return t["decode_base_ms"].item(row) + (exists + 1.0) * row_ms > limit
+    if ask.e2e_slo_ms != inf:
+        limit = min(limit, TPOT_MARGIN * ask.e2e_slo_ms / (ask.out_tokens or avg_resp_len))
+    rows = exists + t["extra_rows"].item(row) + ask.rows if ask.draws else exists + 1.0
+    return t["decode_base_ms"].item(row) + rows * row_ms > limit
 
 
 def late_ms(
@@ -102,6 +108,11 @@ def late_ms(
     tpot_margin = TPOT_MARGIN - OVER_SHARE if over else TPOT_MARGIN
     late = np.where(own + alone <= ask.ttft_slo_ms, ttft - TTFT_MARGIN[band] * ask.ttft_slo_ms, 0.0)
     np.maximum(late, pace.until(tpot_margin * ask.tpot_slo_ms), out=late, where=alone <= tpot_margin * ask.tpot_slo_ms)
+    if ask.e2e_slo_ms != inf:
+        out = ask.out_tokens or avg_resp_len
+        whole = ttft + out * (pace.base + pace.rows * pace.row_tpot)
+        possible = own + (1.0 + out) * alone <= ask.e2e_slo_ms
+        np.maximum(late, whole - TTFT_MARGIN[band] * ask.e2e_slo_ms, out=late, where=possible)
     tightest = t["tightest_tpot_ms"]  # of the requests there; r slows them down unless it only waits
     slows = (t["exists"] < pace.seats) & (alone <= TPOT_MARGIN * tightest)
     np.maximum(late, pace.until(room * tpot_margin * tightest), out=late, where=slows)
@@ -141,6 +152,8 @@ def _pace(t: Mapping[str, NDArray], ask: Ask, tokens: Floats | float, avg_resp_l
     base = np.maximum(t["decode_base_ms"], MIN_STEP_MS)
     rank = np.where(t["bgmv"], np.maximum(t["max_rank"], ask.rank), (t["rank_sum"] + ask.rank) / exists)
     row = np.maximum(t["decode_row_ms"] + t["decode_lora_ms"] * rank, 1e-6)
+    if ask.draws:
+        row = row * (t["exists"] + t["extra_rows"] + ask.rows) / exists  # what a request adds on average
     prefill = t["prefill_base_ms"] + t["prefill_token_ms"] * prompt + t["prefill_lora_ms"] * rank
     row_tpot = row + prefill / avg_resp_len
     length = np.maximum(avg_resp_len, t["running_left"] / np.maximum(t["running"], 1.0))
@@ -206,7 +219,7 @@ def _roomiest(state: ClusterState, fit: NDArray[np.bool_]) -> NDArray[np.intp]:
 
 
 _PACE = (
-    "max_running", "exists", "running", "running_left", "queued", "queue_tokens", "rank_sum", "max_rank", "bgmv",
+    "max_running", "exists", "extra_rows", "running", "running_left", "queued", "queue_tokens", "rank_sum", "max_rank", "bgmv",
     "tightest_tpot_ms", "kv_tokens_total", "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms",
     "decode_row_ms", "decode_lora_ms",
 )  # fmt: skip

@@ -169,8 +169,7 @@ class QueueMoves:
             expected.append((float(waits[source]), float(there[to])))
             move = Moved(brief.request_id, brief.adapter_digest, *(state.ids[queues.rows[at]] for at in (source, to)))
             moves.append(move)
-            if brief.adapter_digest and brief.adapter_digest not in state.adapters(move.to):
-                loads.append((brief.adapter_digest, move.to))
+            loads += [(digest, move.to) for digest in brief.adapter_digests if digest not in state.adapters(move.to)]
             queues.shift(brief, source, to)
             now = queues.wait_ms()
             waits[source], waits[to] = now[source], 0.0  # what has come to a worker leaves it in no plan
@@ -214,6 +213,9 @@ class _Queues:
         """What this request of the worker `source` would wait on each other worker, and what it would cost all there."""
         t, tokens = self._t, float(brief.prompt_tokens)
         copy, fetch, room = self._adapter(brief.adapter_digest, sizes)
+        for digest in brief.more:
+            its_copy, its_fetch, its_room = self._adapter(digest, sizes)
+            copy, fetch, room = copy + its_copy, fetch + its_fetch, room + its_room
         lacking = tokens + tokens_left(brief) + room + t["kv_tokens_promised"] - t["kv_tokens_free"]
         wait = self._wait_ms(t["exists"] - t["max_running"] + 1.0, lacking, t["prefill_token_ms"] * tokens)
         wait = wait + copy + fetch + t["step_ms"][source]
@@ -240,7 +242,8 @@ class _Queues:
     def shift(self, brief: RequestBrief, source: int, to: int) -> None:
         """The request moves."""
         t, tokens = self._t, float(brief.prompt_tokens)
-        self._coming.setdefault(brief.adapter_digest, []).append(to)
+        for digest in (brief.adapter_digest, *brief.more):
+            self._coming.setdefault(digest, []).append(to)
         for at, sign in ((source, -1.0), (to, 1.0)):
             t["exists"][at] += sign
             t["queued"][at] += sign

@@ -44,6 +44,8 @@ class SchedulerCore:
         *,
         base_model: str,
         adapter: AdapterRef | None,
+        more: tuple[AdapterRef, ...] = (),
+        e2e_slo_ms: float = 0.0,
         prefix_keys: tuple[PrefixKeys, ...] = (),
         needs: Mapping[str, str] = {},
         avoid: tuple[str, ...] = (),
@@ -52,13 +54,16 @@ class SchedulerCore:
     ) -> Ask:
         """A request came: the question which worker takes it.
 
+        `more`: its adapters after the first.
+        `e2e_slo_ms`: 0 for none.
         `has_kv`: its blocks come from where it has moved.
         `repeated`: refusals of its tenant's requests that its gateway has given by itself; the others as in `Ask`.
         """
         if adapter is not None and not brief.epoch:
-            self._sizes.asked(adapter.digest, adapter.size_bytes)
-            if self.options.rebalance == "on":
-                self.placing.asked(adapter, now_s)
+            for one in (adapter, *more):
+                self._sizes.asked(one.digest, one.size_bytes)
+                if self.options.rebalance == "on":
+                    self.placing.asked(one, now_s)
         standing = self._demand.asked(brief.tenant, brief.tenant_weight, now_s, 1 + max(0, repeated))
         size_bytes = adapter.size_bytes if adapter is not None else 0
         return ask_of(
@@ -66,6 +71,9 @@ class SchedulerCore:
             standing,
             base_model=base_model,
             adapter_bytes=size_bytes,
+            more=more,
+            largest_rank=max([one.rank for one in (adapter, *more)]) if adapter is not None and more else 0,
+            e2e_slo_ms=e2e_slo_ms,
             prefix_keys=prefix_keys if self.options.prefix_aware else (),
             travels=self.options.kv_travel and not has_kv,
             needs=needs,

@@ -38,9 +38,12 @@ others will then compute again. Without that, copies of the same prompts fill al
 Separate ranks. With BGMV a request of a high rank slows all others, and the next request of that rank comes to the same
 worker. So its cost outlasts the request and counts LASTING times.
 
-Penalties grow with the share by which an objective is missed: r's time to first token, r's time per token, and the time per
-token of the strictest request already there. A fixed penalty would, once no worker meets the objective, send requests to the
-worker that misses it by least, and mix ranks.
+Rows. A picture counts in a step as its pixels do and twice with guidance (`RequestBrief.rows`); where requests are counted that
+wait for a step, it counts once.
+
+Penalties grow with the share by which an objective is missed: r's time to first token, r's time per token, r's time of the
+whole answer, and the time per token of the strictest request already there. A fixed penalty would, once no worker meets the
+objective, send requests to the worker that misses it by least, and mix ranks.
 
 Several schedulers that see the same states must not all choose the same worker. A scheduler's own assignments count at once
 (`flights`). For those of others, which no state shows yet, the choice is any worker whose cost is within NEAR of the best,
@@ -95,9 +98,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     rank, out = ask.rank, float(ask.out_tokens) or avg_resp_len
     n = t["exists"]
 
-    d_step, d_prefill = perf.added_ms(rank)
-    if perf.pads:
-        d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(n, t["max_rank"], rank)
+    d_step, d_prefill = _added_ms(state, ask)
     step = t["step_ms"] + d_step
     now_ms = np.array(1000.0 * now_s)
 
@@ -143,12 +144,28 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
 
     ttft = wait + _HALF * step
     tightest = t["tightest_tpot_ms"]  # of the requests there
-    if _within(ttft, ask.ttft_slo_ms) and _within(tpot, min(ask.tpot_slo_ms, tightest[tightest.argmin()])):
+    whole = ttft + out * tpot if ask.e2e_slo_ms != inf else None  # the time of the whole answer
+    in_time = whole is None or _within(whole, ask.e2e_slo_ms)
+    if in_time and _within(ttft, ask.ttft_slo_ms) and _within(tpot, min(ask.tpot_slo_ms, tightest[tightest.argmin()])):
         return cost, np.zeros(len(cost), dtype=bool)
-    slowing = tpot / tightest
-    ttft_excess, tpot_excess = ttft / ask.ttft_slo_ms - 1.0, tpot / ask.tpot_slo_ms - 1.0
-    excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(slowing - 1.0, 0.0)
+    excess = _over(tpot / tightest) + _over(ttft / ask.ttft_slo_ms) + _over(tpot / ask.tpot_slo_ms)
+    if whole is not None:
+        excess += _over(whole / ask.e2e_slo_ms)
     return cost + PENALTY_MS * excess, excess > 0
+
+
+def _added_ms(state: ClusterState, ask: Ask) -> tuple[Floats | float, Floats | float]:
+    """What r adds to each step and to its own prefill."""
+    t, perf, rank = state.table, state.perf, ask.rank
+    d_step, d_prefill = perf.added_ms(rank)
+    if perf.pads:
+        d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(t["exists"], t["max_rank"], rank)
+    return d_step if ask.rows == 1.0 else ask.rows * d_step, d_prefill
+
+
+def _over(share: Floats) -> Floats:
+    """By how much a time exceeds its objective, as a share of that; 0 within it. `share`: the time over the objective."""
+    return np.maximum(share - 1.0, 0.0)
 
 
 def _within(values: Floats, limit: float) -> bool:

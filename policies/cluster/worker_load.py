@@ -72,6 +72,8 @@ class WorkerLoad:
         "adapters",
         "bands",
         "exists",
+        "extra_ranks",
+        "extra_rows",
         "objectives",
         "queue",
         "queue_out",
@@ -80,6 +82,7 @@ class WorkerLoad:
         "running_left",
         "tenants",
         "tightest",
+        "uneven",
     )
 
     def __init__(self) -> None:
@@ -92,6 +95,8 @@ class WorkerLoad:
         self.tenants: dict[str, Share] = {}
         self.objectives: dict[float, int] = {}  # time per output token in ms -> requests that want it
         self.tightest = inf  # the smallest of `objectives`
+        self.uneven = False  # some request here has added more or less to a step than one row
+        self.extra_rows = self.extra_ranks = 0.0  # rows of all requests beyond one each, and these rows times their ranks
 
     def put(self, brief: RequestBrief) -> RequestBrief | None:
         """Add a request, or replace its state. Returns its state before."""
@@ -140,6 +145,8 @@ class WorkerLoad:
         self._book(brief)
         if brief.adapter_digest:
             self.adapters[brief.adapter_digest] = self.adapters.get(brief.adapter_digest, 0) + 1
+        if brief.more or brief.rows != 1.0:
+            self._add_picture(brief)
         share = self.tenants.get(brief.tenant)
         if share is None:
             share = self.tenants[brief.tenant] = Share()
@@ -159,6 +166,8 @@ class WorkerLoad:
         self._unbook(brief)
         if brief.adapter_digest:
             _one_less(self.adapters, brief.adapter_digest)
+        if brief.more or brief.rows != 1.0:
+            self._remove_picture(brief)
         share = self.tenants[brief.tenant]
         share.requests -= 1
         if not share.requests:
@@ -167,6 +176,20 @@ class WorkerLoad:
         if objective_ms > 0 and not _one_less(self.objectives, objective_ms) and objective_ms == self.tightest:
             self.tightest = min(self.objectives, default=inf)
         return brief
+
+    def _add_picture(self, brief: RequestBrief) -> None:
+        """Count rows beyond the first, and further adapters."""
+        self.uneven = True
+        self.extra_rows += brief.rows - 1.0
+        self.extra_ranks += (brief.rows - 1.0) * brief.rank
+        for digest in brief.more:
+            self.adapters[digest] = self.adapters.get(digest, 0) + 1
+
+    def _remove_picture(self, brief: RequestBrief) -> None:
+        self.extra_rows -= brief.rows - 1.0
+        self.extra_ranks -= (brief.rows - 1.0) * brief.rank
+        for digest in brief.more:
+            _one_less(self.adapters, digest)
 
     def kv_tokens_promised(self) -> float:
         """KV tokens that the queue will take, plus half of those that running requests will add (others end meanwhile)."""
@@ -206,7 +229,14 @@ def tokens_to_prefill(brief: RequestBrief) -> int:
 
 def _same_kind(a: RequestBrief, b: RequestBrief) -> bool:
     """Whether both are equal in everything that is counted independently of the phase."""
-    return a.rank == b.rank and a.adapter_digest == b.adapter_digest and a.tpot_slo_ms == b.tpot_slo_ms and a.tenant == b.tenant
+    return (
+        a.rank == b.rank
+        and a.adapter_digest == b.adapter_digest
+        and a.tpot_slo_ms == b.tpot_slo_ms
+        and a.tenant == b.tenant
+        and a.rows == b.rows
+        and a.more == b.more
+    )
 
 
 def _one_less(counts: dict[Key, int], key: Key) -> int:

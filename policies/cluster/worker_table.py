@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.times.perf_model import Floats, fetch_ms, load_ms
-from motet.shared.model import Capability
+from motet.shared.model import EXCLUSIVE_CAPABILITIES, Capability
 
 PERF = (
     "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
@@ -46,6 +46,7 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "exists": ("f8", 0),  # running + queued
     "rank_sum": ("f8", 0),  # over exists
     "max_rank": ("f8", 0),
+    "extra_rows": ("f8", 0),  # what the requests add to a step beyond one row each
     "step_ms": ("f8", MIN_STEP_MS),  # one decode step of all its requests
     "queue_ms": ("f8", 0),  # the prefill of its queue
     "opened_ms": ("f8", -inf),  # when the first of the queued requests came; without one, long ago
@@ -61,7 +62,7 @@ COLUMNS: dict[str, tuple[str, float]] = {
     **dict.fromkeys(PERF, ("f8", 0)),
 }
 CAPABILITY_BITS: dict[str, int] = {word: 1 << bit for bit, word in enumerate(get_args(Capability))}
-EMBEDDINGS_BIT = CAPABILITY_BITS["embeddings"]
+EXCLUSIVE_BITS = sum(CAPABILITY_BITS[word] for word in EXCLUSIVE_CAPABILITIES)
 _UNKNOWN_BIT = 1 << 63  # no worker has it
 _SIZES_KEPT = 64  # sizes of adapters, which are those of a few ranks
 

@@ -114,6 +114,24 @@ class AdapterSlots:
         self.bytes_free -= size_bytes
         return Grant(slot, load=True, evicted=evicted)
 
+    def acquire_all(self, adapters: Iterable[tuple[str, int]]) -> list[Grant] | None:
+        """Add a user of each of these different adapters (digest, bytes). None, and no change, unless all have room at once."""
+        adapters = list(adapters)
+        missing = [size_bytes for digest, size_bytes in adapters if digest not in self._residents]
+        resting = [one for digest, _ in adapters if (one := self._residents.get(digest)) is not None and not one.users]
+        idle_bytes = self.idle_bytes - sum(one.size_bytes for one in resting)
+        slots = len(self._free_slots) + self._idle - len(resting)
+        if len(missing) > slots or sum(missing) > self.bytes_free + idle_bytes:
+            return None
+        grants: dict[str, Grant] = {}
+        for resident in (True, False):  # those that are here first, so that none of them is evicted for another
+            for digest, size_bytes in adapters:
+                if digest not in grants and (digest in self._residents) == resident:
+                    grant = self.acquire(digest, size_bytes)
+                    assert grant is not None, "there is room for all"
+                    grants[digest] = grant
+        return [grants[digest] for digest, _ in adapters]
+
     def prefetch(self, digest: str, size_bytes: int, *, evicting: bool = True) -> Grant | None:
         """A slot for an adapter without a user. Only idle adapters that no request waits for are evicted. None without room."""
         return self._bring(digest, size_bytes, self.unwanted() if evicting else ())

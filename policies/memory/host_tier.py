@@ -9,8 +9,8 @@ and an object store, the twin with a model of their links.
 Rules:
 - One load per adapter serves all requests that wait for it, and fails for all of them. The next request tries again.
 - At most LOADS_AT_ONCE loads run, first come, first served. A load reserves its bytes in host memory before it begins. When
-  held copies fill the budget, loads wait until one is released: requests wait, memory does not grow. A request holds at most
-  one adapter, so some request always finishes.
+  held copies fill the budget, loads wait until one is released: requests wait, memory does not grow. A request that waits
+  for a copy holds none, or all such requests fit together (`policies.worker.gathering`), so some request always finishes.
 - A copy with holders stays. It remains valid when its file leaves the disk, so files may leave while their copies are held.
 - A full disk costs no file unless enough of them can go: an adapter that cannot fit costs no other its place.
 - `drop` removes a version from both tiers as soon as it is neither held nor being loaded; a new holder cancels the removal.
@@ -73,6 +73,7 @@ class _Loading(Generic[H]):
     waiters: list[H] = field(default_factory=list)
     asked: int = 0  # requests that came for it meanwhile
     begun: bool = False
+    serial: int = 0  # counts the loads; those of requests that hold copies already have 0
 
 
 class HostTier(Generic[H]):
@@ -105,6 +106,8 @@ class HostTier(Generic[H]):
         """Bytes of all copies."""
         self.reserved_bytes = 0
         """Bytes promised to unfinished loads."""
+        self.asked = 0
+        """Loads asked for so far."""
         self.idle_bytes = 0
         """Bytes of the copies without a holder."""
         self.disk_used_bytes = sum(self._files.values())
@@ -143,6 +146,15 @@ class HostTier(Generic[H]):
         copy = self._copies.get(digest)
         return copy.holders if copy is not None else 0
 
+    def size(self, digest: str) -> int:
+        """The bytes of the copy; 0 without a copy."""
+        copy = self._copies.get(digest)
+        return copy.size_bytes if copy is not None else 0
+
+    def queued_before(self, asked: int) -> bool:
+        """Whether one of the first `asked` loads has not begun."""
+        return any(0 < self._loads[digest].serial <= asked for digest in self._queue)
+
     def reload_s(self, digest: str, size_bytes: int) -> float:
         """Estimated time to load an evicted copy again: from disk if its file is there, else from the store."""
         if digest in self._files:
@@ -160,10 +172,10 @@ class HostTier(Generic[H]):
 
     # ---- holding
 
-    def hold(self, adapter: AdapterRef, holder: H) -> bool:
+    def hold(self, adapter: AdapterRef, holder: H, *, first: bool = False) -> bool:
         """Hold the copy for a request; the copy must fit. True: it is in host memory.
 
-        False: it is being loaded, and `loaded` will return `holder`.
+        False: it is being loaded, and `loaded` will return `holder`. `first`: the load goes before all that are queued.
         """
         if self.host_bytes is None:
             return True
@@ -176,7 +188,12 @@ class HostTier(Generic[H]):
             self.eviction.use(digest, copy.size_bytes)
             copy.holders += 1
             return True
-        self._wait(adapter, holder).asked += 1
+        load = self._wait(adapter, holder)
+        load.asked += 1
+        if first and not load.begun:
+            load.serial = 0
+            self._queue.remove(digest)
+            self._queue.appendleft(digest)
         self._begin()
         return False
 
@@ -189,7 +206,8 @@ class HostTier(Generic[H]):
     def _wait(self, adapter: AdapterRef, holder: H) -> _Loading[H]:
         load = self._loads.get(adapter.digest)
         if load is None:
-            load = self._loads[adapter.digest] = _Loading(adapter)
+            self.asked += 1
+            load = self._loads[adapter.digest] = _Loading(adapter, serial=self.asked)
             self._queue.append(adapter.digest)
         load.waiters.append(holder)
         return load
@@ -370,5 +388,8 @@ class HostTier(Generic[H]):
         assert self.disk_used_bytes == sum(self._files.values()), "disk bytes"
         assert set(self.eviction) == set(idle), "idle copies"
         assert not self._copies.keys() & self._loads.keys(), "a copy that is here is loaded"
-        assert [digest for digest, load in self._loads.items() if not load.begun] == list(self._queue), "queue"
+        queued = {digest: load.serial for digest, load in self._loads.items() if not load.begun}
+        assert [one for one in self._queue if not queued[one]] + [one for one, serial in queued.items() if serial] == list(
+            self._queue
+        ), "queue"
         assert len(self._loads) - len(self._queue) <= LOADS_AT_ONCE, "too many loads"

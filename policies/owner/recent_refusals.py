@@ -4,8 +4,8 @@ A scheduler that refuses a request for L seconds says how long it will take unti
 that, a request that asks for no less gets the same answer, so under overload most refusals need no other service. A refusal is
 repeated if all of this holds:
 
-- The tenant, the objectives, the priority and the needed capabilities are equal, and the prompt and the adapter's rank are not
-  smaller.
+- The tenant, the objectives, the priority, the needed capabilities and a picture's rows and steps are equal, and the prompt and
+  the adapter's rank are not smaller.
 - L was at least `LASTING_S`. Two requests of one class differ by less, even if one must wait for its adapter.
 - At most `HOLD_S` have passed. A worker that starts, or requests that are cancelled, are noticed within that time.
 
@@ -29,6 +29,8 @@ class Kind(msgspec.Struct, frozen=True):
     tpot_slo_ms: float
     priority: int
     needs: tuple[str, ...] = ()  # capabilities, sorted
+    e2e_slo_ms: float = 0.0
+    picture: tuple[float, int] = (0.0, 0)  # rows and steps
 
 
 class _Refusal(msgspec.Struct, frozen=True):

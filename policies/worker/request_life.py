@@ -4,7 +4,7 @@
                 │          └──> leaving <──┘ ──> gone          leaving: the engine was told to stop it
                 └────────────────────────────> gone
 
-A request is loading while its adapter is loaded into host memory, or its KV blocks come from another worker. A request that
+A request is loading while its adapters are loaded into host memory, or its KV blocks come from another worker. A request that
 needs neither is waiting at once. Messages to and from the engine may cross, so a leaving request may still be admitted or
 preempted.
 """
@@ -37,16 +37,21 @@ class Entry(msgspec.Struct, Generic[R], eq=False):
 
     brief: RequestBrief
     owner: str  # gateway id
-    adapter: AdapterRef | None
+    adapters: tuple[AdapterRef, ...]
     payload: R
     phase: EntryPhase = "new"
-    holds: bool = False  # a host copy of its adapter
+    holds: tuple[str, ...] = ()  # digests of its adapters whose host copies it holds
     fetching: bool = False  # KV blocks from another worker
 
     @property
     def key(self) -> Key:
         """Request id and epoch."""
         return self.brief.request_id, self.brief.epoch
+
+    @property
+    def complete(self) -> bool:
+        """Whether it holds host copies of all its adapters."""
+        return len(self.holds) == len(self.adapters)
 
     def move(self, what: What) -> None:
         """Take the transition. Raises KeyError for one that is not in the table."""

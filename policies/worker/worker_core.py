@@ -5,7 +5,7 @@
     steps that ended         ──>   host tier, residency          copy in, copy out       to the engine
                                    view for schedulers           refuse                  to the scheduler
 
-Every request is in the core's book from its assignment to its end, also while its adapter is loaded. Its life is the table in
+Every request is in the core's book from its assignment to its end, also while its adapters are loaded. Its life is the table in
 `policies.worker.request_life`; events and actions are in `policies.worker.worker_events`.
 
 The engine plans its steps itself (`policies.step.batch_core`), in the live worker in a thread of its own. It gets requests by
@@ -27,6 +27,7 @@ from motet.policies.memory.host_tier import DiskRoom, HostTier
 from motet.policies.memory.ledger import Budget, host_budget
 from motet.policies.worker import pins
 from motet.policies.worker.foresight import Foresight
+from motet.policies.worker.gathering import Gathering
 from motet.policies.worker.request_life import Entry, Key, R
 from motet.policies.worker.worker_events import (
     Action,
@@ -103,6 +104,7 @@ class WorkerCore(Generic[R]):
     memory: Budget = field(init=False)  # the host's
     book: dict[str, Entry[R]] = field(default_factory=dict)  # by request id, the newest epoch of each
     _older: dict[Key, Entry[R]] = field(default_factory=dict)  # leaving, because a newer epoch came
+    _gathering: Gathering[R] = field(init=False)  # requests that wait for several adapters
     _device: set[str] = field(default_factory=set)  # adapters on the device, as the engine reported
     _versions: Mapping[str, Version] = field(default_factory=dict)
     _fetching: set[str] = field(default_factory=set)  # pinned adapters that are loaded into host memory
@@ -114,6 +116,7 @@ class WorkerCore(Generic[R]):
 
     def __post_init__(self) -> None:
         self.memory = host_budget(self.host)
+        self._gathering = Gathering(self.host)
 
     def __len__(self) -> int:
         return len(self.book) + len(self._older)
@@ -172,6 +175,8 @@ class WorkerCore(Generic[R]):
                 self._look_ahead()
             case Registered(versions):
                 self._on_registered(versions)
+        if self._gathering:
+            self._gather()
         actions = self._actions
         if actions:
             self._actions = []
@@ -188,7 +193,7 @@ class WorkerCore(Generic[R]):
     # ---- requests
 
     def _on_assign(self, said: Assign[R]) -> None:
-        brief, adapter = said.brief, said.adapter
+        brief, adapters = said.brief, said.adapters
         request_id, epoch = brief.request_id, brief.epoch
         newest = self.book.get(request_id)
         if newest is not None and newest.brief.epoch >= epoch:
@@ -205,23 +210,55 @@ class WorkerCore(Generic[R]):
             return
         if newest is not None and newest.phase == "leaving":
             self._older[newest.key] = newest
-        if adapter is not None and self.foresight is not None:
-            self.foresight.asked(adapter.digest, self._now_s)
-        entry = self.book[request_id] = Entry(brief, said.owner, adapter, said.payload, fetching=said.fetch)
-        if adapter is not None and not self.host.fits(adapter.size_bytes):
-            self._answer(entry, "error", TooLargeForHost(adapter.size_bytes, self.host.host_bytes or 0))
+        entry = self.book[request_id] = Entry(brief, said.owner, adapters, said.payload, fetching=said.fetch)
+        self._take_in(entry)
+
+    def _take_in(self, entry: Entry[R]) -> None:
+        """Load what a new request needs, or start it."""
+        adapters = entry.adapters
+        if self.foresight is not None:
+            for adapter in adapters:
+                self.foresight.asked(adapter.digest, self._now_s)
+        if adapters and not self.host.fits(size_bytes := sum([adapter.size_bytes for adapter in adapters])):
+            self._answer(entry, "error", TooLargeForHost(size_bytes, self.host.host_bytes or 0))
             return
-        if said.fetch:
+        if entry.fetching:
             self._actions.append(Fetch(entry))
-        if adapter is None or self.host.hold(adapter, entry):
+        if len(adapters) > 1 and not all(self.host.has(adapter.digest) for adapter in adapters):
+            self._gathering.join(entry)
+        else:
+            self._hold(entry)
+        if entry.complete:
             self._ready(entry)
         else:
             entry.move("load")
             self._show(entry, "loading")
 
+    def _hold(self, entry: Entry[R], *, first: bool = False) -> None:
+        """Hold the host copies of the request's adapters, and load those that are missing. `first`: before all other loads."""
+        for adapter in entry.adapters:
+            if self.host.hold(adapter, entry, first=first):
+                entry.holds += (adapter.digest,)
+
+    def _gather(self) -> None:
+        """Let requests in that wait for several adapters, and send out those for which there is no room any more."""
+        gathering = self._gathering
+        while (entry := gathering.too_many()) is not None:
+            self._let_go(entry)
+        while True:
+            if (large := gathering.too_large()) is not None:
+                entry, size_bytes = large
+                self._answer(entry, "error", TooLargeForHost(size_bytes, self.host.host_bytes or 0))
+            elif (entry := gathering.enter()) is not None:
+                self._hold(entry, first=True)
+                if entry.complete:
+                    gathering.leave(entry)
+                    self._ready(entry)
+            else:
+                return
+
     def _ready(self, entry: Entry[R]) -> None:
-        """The adapter of the request is in host memory, if it has one."""
-        entry.holds = entry.adapter is not None
+        """The adapters of the request are in host memory, if it has any."""
         if not entry.fetching:
             self._start(entry)
         elif entry.phase == "new":
@@ -232,7 +269,7 @@ class WorkerCore(Generic[R]):
         entry = self.entry(key)
         if entry is not None and entry.fetching:
             entry.fetching = False
-            if entry.phase == "loading" and entry.holds == (entry.adapter is not None):
+            if entry.phase == "loading" and entry.complete:
                 self._start(entry)
 
     def _start(self, entry: Entry[R]) -> None:
@@ -259,21 +296,36 @@ class WorkerCore(Generic[R]):
             entry.move("cancel")
             self._actions.append(Stop(*entry.key))
 
-    def _answer(self, entry: Entry[R], finish: FinishReason, reason: object = None) -> None:
+    def _answer(self, entry: Entry[R], finish: FinishReason, reason: object = None, failed: str = "") -> None:
         """End a request that the engine never got or did not take."""
         self._departures.left(self._now_s)
         self._forget(entry)
-        self._actions.append(Answer(entry, finish, reason))
+        self._actions.append(Answer(entry, finish, reason, failed))
 
-    def _give_up(self, entry: Entry[R]) -> None:
-        """The request no longer waits for its adapter."""
-        if entry.adapter is not None and not entry.holds:
-            self.host.give_up(entry.adapter.digest, entry)
+    def _give_up(self, entry: Entry[R], failed: str = "") -> None:
+        """The request no longer waits for its adapters. `failed`: the one whose load has ended."""
+        if len(entry.adapters) > 1:
+            waits = self._gathering.inside(entry)
+            self._gathering.leave(entry)
+            if not waits:
+                return
+        for adapter in entry.adapters:
+            if adapter.digest != failed and adapter.digest not in entry.holds:
+                self.host.give_up(adapter.digest, entry)
+
+    def _let_go(self, entry: Entry[R]) -> None:
+        """The request holds no copies, and waits for none."""
+        for adapter in entry.adapters:
+            if adapter.digest not in entry.holds:
+                self.host.give_up(adapter.digest, entry)
+        for digest in entry.holds:
+            self.host.release(digest)
+        entry.holds = ()
 
     def _forget(self, entry: Entry[R]) -> None:
         entry.move("end")
-        if entry.holds and entry.adapter is not None:
-            self.host.release(entry.adapter.digest)
+        for digest in entry.holds:
+            self.host.release(digest)
         request_id = entry.brief.request_id
         if self.book.get(request_id) is entry:
             del self.book[request_id]
@@ -327,7 +379,10 @@ class WorkerCore(Generic[R]):
         self._place(digest)
         for holder in holders:
             if isinstance(holder, Entry):
-                self._ready(holder)
+                holder.holds += (digest,)
+                if holder.complete:
+                    self._gathering.leave(holder)
+                    self._ready(holder)
                 continue
             if not holder.foreseen:
                 self._fetching.discard(digest)
@@ -341,7 +396,8 @@ class WorkerCore(Generic[R]):
             self._retry_s[digest] = self._now_s + PIN_RETRY_S
         for holder in self.host.failed(digest):
             if isinstance(holder, Entry):
-                self._answer(holder, "error", reason)
+                self._give_up(holder, failed=digest)
+                self._answer(holder, "error", reason, failed=digest)
             else:
                 self._fetching.discard(digest)
         self._place(digest)
@@ -419,7 +475,7 @@ class WorkerCore(Generic[R]):
         assert all(entry.key == key and entry.phase == "leaving" for key, entry in self._older.items()), self._older
         assert all(entry.phase not in ("new", "gone") for entry in self), "an entry that is not here"
         assert len(self) <= self.max_requests
-        holding = [entry.adapter.digest for entry in self if entry.holds and entry.adapter]
+        holding = [digest for entry in self for digest in entry.holds]
         if self.host.host_bytes is not None:
             held = {digest: self.host.holders(digest) for digest in self.host.copies if self.host.holders(digest)}
             assert held == {digest: holding.count(digest) for digest in set(holding)}, "holders"

@@ -23,7 +23,7 @@ class Assign(msgspec.Struct, Generic[R], frozen=True):
 
     brief: RequestBrief
     owner: str
-    adapter: AdapterRef | None
+    adapters: tuple[AdapterRef, ...]
     payload: R
     fetch: bool = False
     """Another worker holds its KV blocks, and they are worth waiting for: `Fetched` says when the wait is over."""
@@ -160,7 +160,7 @@ Event = (
 
 
 class Start(msgspec.Struct, Generic[R], frozen=True):
-    """Give the request to the engine. The host copy of its adapter is held until the request ends."""
+    """Give the request to the engine. The host copies of its adapters are held until the request ends."""
 
     entry: Entry[R]
 
@@ -184,6 +184,8 @@ class Answer(msgspec.Struct, Generic[R], frozen=True):
     entry: Entry[R]
     finish: FinishReason
     reason: object = None
+    failed: str = ""
+    """The adapter that could not be loaded."""
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -219,7 +221,7 @@ class CopyOut(msgspec.Struct, frozen=True):
 
 
 class TooLargeForHost(msgspec.Struct, frozen=True):
-    """A reason of `Answer`: an adapter of `size_bytes` never fits in the `room_bytes` of host memory."""
+    """A reason of `Answer`: adapters of `size_bytes` never fit in the `room_bytes` of host memory."""
 
     size_bytes: int
     room_bytes: int

@@ -16,6 +16,8 @@ ReasoningParser = Literal["", "deepseek_r1", "qwen3"]
 MIB = 1 << 20
 MAX_BODY_BYTES = 4 * MIB
 """Of a generating request's body; uploads have their own limit."""
+SOURCE_PIXELS_MAX = 64_000_000
+"""The most that --image-source-max-pixels can be."""
 ADMIN_BODY_BYTES = MIB // 4
 """Of a body that changes adapters or keys."""
 
@@ -155,6 +157,41 @@ class AnswersConfig(Config, frozen=True, kw_only=True):
     ] = ""
 
 
+class ImagesConfig(Config, frozen=True, kw_only=True):
+    """Pictures of an image base: limits of one request, and what a request gets that does not say."""
+
+    image_max_pixels: Annotated[
+        int,
+        Meta(ge=1024, le=1 << 22, description="largest picture to draw, in pixels (width times height)", extra=COMMON),
+    ] = 1 << 20
+    image_max_steps: Annotated[int, Meta(ge=1, le=1000, description="maximum denoising steps of a picture", extra=COMMON)] = 100
+    image_steps: Annotated[int, Meta(ge=1, le=1000, description="denoising steps of a request that does not say")] = 30
+    image_guidance: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=50,
+            description="guidance scale of a request that does not say; 1: none; 0: what is usual for the base (5 for"
+            " Stable Diffusion XL, 7.5 for others)",
+        ),
+    ] = 0.0
+    image_source_max_pixels: Annotated[
+        int, Meta(ge=1024, le=SOURCE_PIXELS_MAX, description="largest source picture or mask of an edit, in pixels")
+    ] = 20_000_000
+    image_source_max_bytes: Annotated[
+        int,
+        Meta(ge=1024, le=45_000_000, description="maximum bytes of the files of an edit: source picture and mask together"),
+    ] = 25_000_000
+    image_metadata: Annotated[
+        bool, Meta(description="write the prompt, the seed and the adapters into the files of pictures")
+    ] = False
+
+    @property
+    def edit_bytes_max(self) -> int:
+        """Of the body of an edit: the files in base64, and the other fields."""
+        return self.image_source_max_bytes * 4 // 3 + MIB
+
+
 class TenantsConfig(Config, frozen=True, kw_only=True):
     """Limits of each tenant."""
 
@@ -224,5 +261,6 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     keys: KeysConfig = KeysConfig()
     requests: RequestsConfig = RequestsConfig()
     answers: AnswersConfig = AnswersConfig()
+    images: ImagesConfig = ImagesConfig()
     tenants: TenantsConfig = TenantsConfig()
     slo: SloConfig = SloConfig()

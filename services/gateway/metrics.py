@@ -27,8 +27,19 @@ TENANT_TOKENS = counter(
 TENANT_REQUESTS = counter("motet_tenant_requests", "Ended sequences by tenant and outcome.", ["tenant", "outcome"])
 SLO_REQUESTS = counter(
     "motet_slo_requests",
-    "Finished sequences by objective (ttft, tpot) and whether it was met.",
+    "Finished sequences by objective (ttft, tpot, e2e) and whether it was met.",
     ["slo_class", "objective", "met"],
+)
+PICTURES = counter(
+    "motet_gateway_pictures",
+    "Ended pictures by kind (text, image, inpaint) and outcome: stop, cancelled or an error code.",
+    ["kind", "outcome"],
+)
+IMAGE_S = latency(
+    "motet_gateway_image_seconds",
+    "Time of a picture by part: queue (from its arrival to its first denoising step's end), denoise (from then to its last"
+    " step), decode (from then to the picture).",
+    ["part"],
 )
 RESUMED = counter("motet_requests_resumed", "Requests resumed on a worker in a new epoch, by reason.", ["reason"])
 MOVED = counter("motet_requests_moved", "Requests handed to another worker because a scheduler asked for it.")

@@ -23,6 +23,7 @@ from motet.services.gateway.edge.connections import GuardedProtocol, files_for, 
 from motet.services.gateway.edge.idempotency import Once
 from motet.services.gateway.edge.tls import TlsListener
 from motet.services.gateway.intake.intake import Intake
+from motet.services.gateway.openai.image_base import ImageBase, ImageParts, is_image_base
 from motet.services.gateway.openai.lanes import Lanes
 from motet.services.gateway.openai.prepare import Preparer
 from motet.services.gateway.openai.profiles import Profiles
@@ -31,6 +32,7 @@ from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.fleet import Fleet
 from motet.services.gateway.owner.fleet_metrics import FleetCollector
 from motet.services.gateway.owner.owner import Owner
+from motet.services.gateway.owner.picture_files import PictureFiles
 from motet.services.gateway.tenants.auth import Keys
 from motet.services.gateway.tenants.limits import Limits
 from motet.shared.adapter_watch import AdapterWatch
@@ -81,7 +83,7 @@ class GatewayService:
         listener = _listen(http.host, http.port) if http.listen_fd < 0 else socket.socket(fileno=http.listen_fd)
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
-        self.prompts, detokenizer = await asyncio.to_thread(_load, config)
+        self.prompts, detokenizer, self._image_base = await asyncio.to_thread(_load, config)
         self.lanes = Lanes()
         self._stack.callback(self.lanes.close)
         self._waits_for = "NATS"
@@ -112,6 +114,7 @@ class GatewayService:
             lambda tenant: self.limits.of(tenant).weight,
             profiles,
             lambda: self.bus.max_payload,
+            ImageParts(self._image_base, self.lanes.pictures, PictureFiles(self.bus)) if self._image_base is not None else None,
         )
         self.intake = Intake(self.bus, self.owner, self.preparer, self.lanes.durable, config, self.limits)
         self.placements = PlacementWatch(self.bus, ">")
@@ -192,7 +195,8 @@ class GatewayService:
 
     async def _serve(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         config = self.config
-        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # invalid requests are the clients' business
+        for parser in ("uvicorn", "python_multipart"):
+            logging.getLogger(parser).setLevel(logging.ERROR)  # invalid requests are the clients' business
         GuardedProtocol.max_connections = files_for(config.http.max_connections)
         server_config = uvicorn.Config(
             build_app(self),
@@ -281,11 +285,16 @@ def _listen(host: str, port: int) -> socket.socket:
         raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
-def _load(config: GatewayConfig) -> tuple[Prompts, Detokenizer]:
-    prompts = Prompts(Path(resolve_model(config.base.model)), config.answers.chat_template)
+def _load(config: GatewayConfig) -> tuple[Prompts, Detokenizer, ImageBase | None]:
+    model_dir = Path(resolve_model(config.base.model))
+    if is_image_base(model_dir):
+        base = ImageBase(model_dir)
+        prompts = Prompts.unread(base.tokenizer.backend)
+        return prompts, Detokenizer(prompts.tokenizer), base
+    prompts = Prompts(model_dir, config.answers.chat_template)
     if prompts.templates.missing:
         log.warning("chats cannot be served", extra={"reason": prompts.templates.missing})
-    return prompts, Detokenizer(prompts.tokenizer)
+    return prompts, Detokenizer(prompts.tokenizer), None
 
 
 def main(config: GatewayConfig) -> int:

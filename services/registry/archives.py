@@ -1,4 +1,4 @@
-"""Reads an adapter from an untrusted zip or tar archive, in a child process (`unpack`).
+"""Reads an adapter from an untrusted zip or tar archive, in a child process (`unpack`), or from a weights file alone.
 
 The child has limits on memory, CPU time and written bytes. This side only passes open files and takes the answer.
 """
@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from motet.services.registry.files import PeftFiles, too_large
+from motet.services.registry.files import PEFT, Layout, PeftFiles, is_bare, too_large
 from motet.services.registry.unpack import MAX_OTHER_BYTES, Done, UnpackLimits
 from motet.shared.errors import ErrorInfo, InvalidAdapter, MotetError, from_info
 from motet.shared.telemetry import logger
@@ -33,12 +33,16 @@ CHILD = (
 )
 
 
-def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str, *, chat: bool = True) -> PeftFiles:
-    """The adapter in a seekable archive of `size_bytes`, an open file. Blocks: call it in a thread.
+def read_archive(
+    file: BinaryIO, size_bytes: int, max_bytes: int, source: str, *, chat: bool = True, layout: Layout = PEFT
+) -> PeftFiles:
+    """The adapter in a seekable archive of `size_bytes`, an open file, or in a bare weights file if `layout` has such.
 
-    Raises InvalidAdapter or TooLarge with the reason, Unavailable when the disk is full. Whatever the archive holds, at most
-    `max_bytes` plus a few megabytes are written to temporary files.
+    Blocks: call it in a thread. Raises InvalidAdapter or TooLarge with the reason, Unavailable when the disk is full. Whatever
+    the archive holds, at most `max_bytes` plus a few megabytes are written to temporary files.
     """
+    if is_bare(os.pread(file.fileno(), 9, 0)):
+        return read_bare(file, size_bytes, max_bytes, source, layout=layout)
     if size_bytes > max_bytes + MAX_OTHER_BYTES:
         raise too_large("the archive", size_bytes, max_bytes + MAX_OTHER_BYTES)
     cpu_s = CPU_BASE_S + (max_bytes + MAX_OTHER_BYTES) // CPU_BYTES_PER_S
@@ -46,7 +50,9 @@ def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str, *
         config = stack.enter_context(tempfile.TemporaryFile())
         weights = stack.enter_context(tempfile.TemporaryFile())
         texts = stack.enter_context(tempfile.TemporaryFile())
-        limits = UnpackLimits(max_bytes=max_bytes, memory_bytes=MEMORY_BYTES, cpu_s=cpu_s, chat=chat)
+        limits = UnpackLimits(
+            max_bytes=max_bytes, memory_bytes=MEMORY_BYTES, cpu_s=cpu_s, chat=chat and layout.chats, layout=layout.name
+        )
         done = _in_child(limits, (file.fileno(), config.fileno(), weights.fileno(), texts.fileno()))
         for part in (config, weights, texts):
             part.seek(0)
@@ -61,6 +67,21 @@ def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str, *
         texts.close()
         stack.pop_all()
     return files
+
+
+def read_bare(file: BinaryIO, size_bytes: int, max_bytes: int, source: str, *, layout: Layout) -> PeftFiles:
+    """The adapter that is one weights file of `size_bytes`, an open file, which the caller closes."""
+    if not layout.bare:
+        raise InvalidAdapter(
+            "not a readable zip or tar archive: a weights file alone, as image adapters are; the base model here makes text,"
+            f" and its adapters need an {layout.configuration} beside their weights",
+            param="location",
+        )
+    if size_bytes > max_bytes:
+        raise too_large("the file", size_bytes, max_bytes)
+    weights = os.fdopen(os.dup(file.fileno()), "rb")
+    weights.seek(0)
+    return PeftFiles(config_json=b"", weights=weights, size_bytes=size_bytes, source=source)
 
 
 def _in_child(limits: UnpackLimits, descriptors: tuple[int, ...]) -> Done:

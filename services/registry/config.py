@@ -17,9 +17,7 @@ class SourcesConfig(Config, frozen=True, kw_only=True):
 
     adapters_dir: Annotated[
         str,
-        Meta(
-            description="directory of PEFT adapters to register at start; an adapter's name is its relative path", extra=COMMON
-        ),
+        Meta(description="directory of adapters to register at start; an adapter's name is its relative path", extra=COMMON),
     ] = ""
     adapter_roots: Annotated[
         str,
@@ -82,7 +80,7 @@ class LimitsConfig(Config, frozen=True, kw_only=True):
 
 
 class PublishersConfig(Config, frozen=True, kw_only=True):
-    """Durable requests over NATS."""
+    """Durable requests over NATS, and pictures that are fetched later."""
 
     tenants: Annotated[str, Meta(description="tenants that may publish durable requests over NATS, comma-separated")] = (
         DEFAULT_TENANT
@@ -94,6 +92,14 @@ class PublishersConfig(Config, frozen=True, kw_only=True):
             description="disk in MiB for a tenant's durable requests, and the same again for its results; never reduced",
         ),
     ] = 512
+    picture_ttl_s: Annotated[
+        float,
+        Meta(
+            ge=120,
+            le=30 * 86_400,
+            description="seconds that pictures of an image base can be fetched by their URLs (response_format url)",
+        ),
+    ] = 3600.0
 
     @property
     def names(self) -> tuple[str, ...]:

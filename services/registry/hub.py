@@ -1,4 +1,4 @@
-"""Downloads adapters from a Hugging Face hub: two files of a repository, pinned to a commit.
+"""Downloads adapters from a Hugging Face hub: one or two files of a repository, pinned to a commit.
 
     model info: commit, sizes -> checked -> GET each file, redirects followed by hand -> counted and hashed on arrival
 
@@ -26,17 +26,7 @@ import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from motet.services.registry.files import (
-    CONFIG,
-    MAX_CONFIG_BYTES,
-    WEIGHTS,
-    PeftFiles,
-    Source,
-    Texts,
-    missing_weights,
-    shown,
-    too_large,
-)
+from motet.services.registry.files import MAX_CONFIG_BYTES, Layout, PeftFiles, Source, Texts, shown, too_large
 from motet.shared.errors import InvalidAdapter, TooLarge, Unavailable
 from motet.shared.text_files import is_text_file
 
@@ -181,21 +171,21 @@ class HubSource(Source):
         ) as session:
             download = _Download(session, guard, self._options.endpoint.rstrip("/"), token, repository)
             info = await download.info(revision)
-            files = _checked(repository, info, self._options.max_bytes)
-            config_json = await download.small(info.sha, files[CONFIG])
+            files, chosen = _checked(repository, info, self._options.max_bytes, layout := self.layout)
+            config_json = await download.small(info.sha, files[layout.configuration]) if layout.configuration else b""
             texts = Texts()
-            for name in sorted(filter(is_text_file, files)) if chat else ():
+            for name in sorted(filter(is_text_file, files)) if chat and layout.chats else ():
                 _check_size(repository, files[name], texts.limit(name))
                 texts.add(name, await download.small(info.sha, files[name]))
             weights = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's
             try:
-                await download.file(info.sha, files[WEIGHTS], weights)
+                await download.file(info.sha, chosen, weights)
             except BaseException:
                 weights.close()
                 raise
         weights.seek(0)
-        size_bytes = files[WEIGHTS].size or 0
         source = f"hub:{repository}@{info.sha}"
+        size_bytes = chosen.size or 0
         return PeftFiles(config_json=config_json, weights=weights, size_bytes=size_bytes, source=source, texts=texts.found)
 
 
@@ -236,13 +226,13 @@ class _Download:
     async def file(self, commit: str, file: _File, sink: BinaryIO) -> None:
         """Write a file of exactly the announced size and digest to `sink`."""
         name, expected = file.rfilename, file.size or 0
-        response = await self._get(f"{self._endpoint}/{self._repository}/resolve/{commit}/{name}")
+        response = await self._get(f"{self._endpoint}/{self._repository}/resolve/{commit}/{quote(name)}")
         received, digest = 0, hashlib.sha256()
         async with response:
             async for chunk in response.content.iter_chunked(_READ_BYTES):
                 received += len(chunk)
                 if received > expected:
-                    raise TooLarge(f"the hub sends more than the {expected} bytes that {name} has", param=PARAM)
+                    raise TooLarge(f"the hub sends more than the {expected} bytes that {shown(name)} has", param=PARAM)
                 digest.update(chunk)
                 try:
                     await asyncio.to_thread(sink.write, chunk)
@@ -276,24 +266,21 @@ class _Download:
         raise aiohttp.ClientError(f"it redirects more than {MAX_REDIRECTS} times")
 
 
-def _checked(repository: str, info: _Info, max_bytes: int) -> dict[str, _File]:
-    """The two files, whose sizes are known and allowed."""
-    place = f"{repository} on the hub"
+def _checked(repository: str, info: _Info, max_bytes: int, layout: Layout) -> tuple[dict[str, _File], _File]:
+    """(all files, the one with the weights). The sizes of those to download are known and allowed."""
     files = {file.rfilename: file for file in info.siblings}
-    if WEIGHTS not in files:
-        raise missing_weights(place, set(files))
-    if CONFIG not in files:
-        raise InvalidAdapter(f"{place} holds no {CONFIG}", param=PARAM)
-    for name, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, max_bytes)):
-        _check_size(repository, files[name], limit)
-    return files
+    weights = files[layout.weights(f"{repository} on the hub", [name for name in files if "/" not in name])]
+    if layout.configuration:
+        _check_size(repository, files[layout.configuration], MAX_CONFIG_BYTES)
+    _check_size(repository, weights, max_bytes)
+    return files, weights
 
 
 def _check_size(repository: str, file: _File, limit: int) -> None:
     if file.size is None or file.size < 0:
-        raise aiohttp.ClientError(f"it does not say how large {file.rfilename} is")
+        raise aiohttp.ClientError(f"it does not say how large {shown(file.rfilename)} is")
     if file.size > limit:
-        raise too_large(f"{repository} on the hub: {file.rfilename}", file.size, limit)
+        raise too_large(f"{repository} on the hub: {shown(file.rfilename)}", file.size, limit)
 
 
 def _token() -> str | None:

@@ -48,6 +48,12 @@ _UNSERVED = _compiled(
     ),
     (r"\.scalar$", "scalars of LyCORIS are not served"),
     (r"\.vera_lambda|\.lora_embedding_", "only LoRA of linear layers and convolutions is served"),
+    (
+        r"^(base_model\.model\.)?(language_model\.)?(model\.)?(language_model\.|text_model\.)?layers\.\d+\.(self_attn|mlp)\.|"
+        r"^(base_model\.model\.)?(model\.)?(embed_tokens|lm_head)\.",
+        "an adapter of a language model, but the base model here makes images",
+    ),
+    (r"^base_model\.model\.", "its name lacks the part (unet., text_encoder.), which diffusers' save_lora_weights writes"),
     (r"^bundle_emb|^emb_params$|^string_to_|^clip_[lg]$", "textual inversion is not served"),
 )
 _FAMILY_OF_KEY = _compiled(

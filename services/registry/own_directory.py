@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import Protocol
 
-from motet.services.registry.files import CONFIG
+from motet.services.registry.files import PICKLES, SUFFIX, Layout, is_lora_file
 from motet.services.registry.metrics import REGISTRATIONS
 from motet.services.registry.paths import relative_source
 from motet.services.registry.store import AdapterStore
@@ -31,21 +32,29 @@ class Register(Protocol):
 class OwnDirectory:
     """The adapters below `directory`; "" for none. The ones that cannot be served are published with the reason."""
 
-    def __init__(self, directory: str, store: AdapterStore, adapters: AdapterWatch, register: Register) -> None:
+    def __init__(self, directory: str, store: AdapterStore, adapters: AdapterWatch, register: Register, layout: Layout) -> None:
         self._directory, self._root = directory, os.path.realpath(os.path.expanduser(directory))
-        self._store, self._adapters, self._register = store, adapters, register
+        self._store, self._adapters, self._register, self._layout = store, adapters, register, layout
         self.starting = f"registering the adapters in {directory}" if directory else ""  # how far it is; "" when it is done
 
     def holds(self, name: str) -> bool:
         """Whether the directory has an adapter of this name. Reads the disk."""
-        path = os.path.join(os.path.expanduser(self._directory), name, CONFIG)
-        return bool(self._directory) and is_adapter_name(name) and os.path.exists(path)
+        if not self._directory or not is_adapter_name(name):
+            return False
+        path = os.path.join(self._root, name)
+        if self._layout.configuration:
+            return os.path.exists(os.path.join(path, self._layout.configuration))
+        if "/" not in name and os.path.isfile(path + SUFFIX):
+            return True
+        with contextlib.suppress(OSError):
+            return bool(_loras(os.listdir(path)))
+        return False
 
     async def register_all(self) -> None:
         """Register every adapter. A bad one is skipped and published with the reason; a name replaced since is kept."""
         bad: list[tuple[str, str]] = []
         try:
-            found = await in_thread(lambda: peft_directories(self._root))
+            found = await in_thread(lambda: adapters_below(self._root, self._layout))
             log.info("adapters found", extra={"adapters_dir": self._directory, "count": len(found)})
             if forgotten := {name for name, _ in found} & await self._forgotten():
                 log.info("removed adapters are not registered again", extra={"adapters": ", ".join(sorted(forgotten)[:20])})
@@ -100,11 +109,22 @@ class OwnDirectory:
                 return reason if present is None else f"{reason} (its earlier version {present.entry.version} is still served)"
 
 
-def peft_directories(root: str) -> list[tuple[str, str]]:
-    """(name, path) of every PEFT directory below `root`, sorted; the name is the path relative to `root`."""
-    found = [
-        (os.path.relpath(path, root).replace(os.sep, "/"), path)
-        for path, _, files in os.walk(root, followlinks=False)
-        if CONFIG in files and path != root
-    ]
+def adapters_below(root: str, layout: Layout) -> list[tuple[str, str]]:
+    """(name, path) of every adapter below `root`, sorted; the name is the path relative to `root`.
+
+    An adapter is a directory. Image adapters may also lie in `root` itself, one file each, whose name has no suffix then.
+    """
+    found = []
+    for path, _, files in os.walk(root, followlinks=False):
+        name = os.path.relpath(path, root).replace(os.sep, "/")
+        if path != root:
+            is_adapter = layout.configuration in files if layout.configuration else bool(_loras(files))
+            found += [(name, path)] if is_adapter else []
+        elif layout.bare:
+            found += [(os.path.splitext(file)[0], os.path.join(path, file)) for file in _loras(files)]
     return sorted(found)
+
+
+def _loras(names: list[str]) -> list[str]:
+    """The files of image adapters, also pickles, so that they are refused by name."""
+    return [name for name in names if is_lora_file(name) or (name.endswith(PICKLES) and not name.startswith("."))]

@@ -1,4 +1,4 @@
-"""Adapters on this machine: a directory or an archive below an allowed root.
+"""Adapters on this machine: a directory, an archive or a weights file below an allowed root.
 
 All functions block and run in threads. A file is opened only if its real path (all links resolved) lies below a root and it
 is a plain file. Clients see the location as they sent it, and a source relative to its root, so the roots' paths stay
@@ -13,18 +13,8 @@ import stat
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from motet.services.registry.archives import read_archive
-from motet.services.registry.files import (
-    CONFIG,
-    MAX_CONFIG_BYTES,
-    PICKLES,
-    WEIGHTS,
-    PeftFiles,
-    Texts,
-    missing_weights,
-    shown,
-    too_large,
-)
+from motet.services.registry.archives import read_archive, read_bare
+from motet.services.registry.files import MAX_CONFIG_BYTES, PEFT, PICKLES, SUFFIX, Layout, PeftFiles, Texts, shown, too_large
 from motet.shared.errors import InvalidAdapter, Unavailable
 from motet.shared.text_files import TEMPLATES_DIR, is_text_file
 
@@ -45,13 +35,14 @@ def relative_source(path: str, roots: Sequence[str]) -> str:
 def _open_plain(path: str, roots: Sequence[str]) -> BinaryIO:
     """Open a plain file below the roots for reading. Raises InvalidAdapter, or OSError when it cannot be opened."""
     real = os.path.realpath(path)
+    name = shown(os.path.basename(path))
     if not is_below(real, roots):
-        raise InvalidAdapter(f"{os.path.basename(path)} is a link to outside the allowed roots (--adapter-roots)", param=PARAM)
+        raise InvalidAdapter(f"{name} is a link to outside the allowed roots (--adapter-roots)", param=PARAM)
     # NONBLOCK: opening a named pipe must not wait for a writer
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise InvalidAdapter(f"{os.path.basename(path)} is not a plain file", param=PARAM)
+        raise InvalidAdapter(f"{name} is not a plain file", param=PARAM)
     return os.fdopen(descriptor, "rb")
 
 
@@ -59,9 +50,9 @@ def _size(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def open_path(location: str, roots: Sequence[str], max_bytes: int, *, chat: bool = True) -> PeftFiles:
-    """The adapter in the directory or archive `location`: absolute, or relative to the directory in which the registry was
-    started, or to one of `roots`.
+def open_path(location: str, roots: Sequence[str], max_bytes: int, *, chat: bool = True, layout: Layout = PEFT) -> PeftFiles:
+    """The adapter in the directory, archive or file `location`: absolute, or relative to the directory in which the registry
+    was started, or to one of `roots`.
 
     `chat`: also read what it brings for chats. Raises InvalidAdapter or TooLarge with the reason, Unavailable when there is no
     room to unpack an archive. A location outside the roots is refused without touching it.
@@ -76,12 +67,7 @@ def open_path(location: str, roots: Sequence[str], max_bytes: int, *, chat: bool
     path = next((p for p in allowed if os.path.exists(p)), allowed[0])
     source = relative_source(path, roots)
     try:
-        if os.path.isdir(path):
-            return open_directory(path, roots, max_bytes, source=source, chat=chat)
-        if path.endswith(PICKLES):
-            raise InvalidAdapter(f"{shown(location)} is a pickle file: those can run code and are never opened", param=PARAM)
-        with _open_plain(path, roots) as file:
-            return read_archive(file, _size(file), max_bytes, source=source, chat=chat)
+        return open_found(path, roots, max_bytes, source=source, chat=chat, layout=layout)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise Unavailable("the registry's disk has no room to unpack the archive", param=PARAM) from error
@@ -99,21 +85,36 @@ def _candidates(location: str, roots: Sequence[str]) -> list[str]:
     return [path for path in paths if is_below(path, roots)]
 
 
-def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: str, chat: bool = True) -> PeftFiles:
+def open_found(
+    path: str, roots: Sequence[str], max_bytes: int, *, source: str, chat: bool = True, layout: Layout = PEFT
+) -> PeftFiles:
+    """The adapter at a path that is known to be below `roots`. Also raises OSError when it cannot be read."""
+    if os.path.isdir(path):
+        return open_directory(path, roots, max_bytes, source=source, chat=chat, layout=layout)
+    if path.endswith(PICKLES):
+        name = shown(os.path.basename(path))
+        raise InvalidAdapter(f"{name} is a pickle file: those can run code and are never opened", param=PARAM)
+    with _open_plain(path, roots) as file:
+        if path.endswith(SUFFIX):
+            return read_bare(file, _size(file), max_bytes, source=source, layout=layout)
+        return read_archive(file, _size(file), max_bytes, source=source, chat=chat, layout=layout)
+
+
+def open_directory(
+    path: str, roots: Sequence[str], max_bytes: int, *, source: str, chat: bool = True, layout: Layout = PEFT
+) -> PeftFiles:
     """The adapter in a directory that is known to be below `roots`. Also raises OSError when it cannot be read."""
-    names = set(os.listdir(path))
-    if WEIGHTS not in names:
-        raise missing_weights("the directory", names)
-    if CONFIG not in names:
-        raise InvalidAdapter(f"the directory holds no {CONFIG}", param=PARAM)
-    with _open_plain(os.path.join(path, CONFIG), roots) as file:
-        config_json = file.read(MAX_CONFIG_BYTES + 1)
-    texts = _texts(path, roots) if chat else {}
-    weights = _open_plain(os.path.join(path, WEIGHTS), roots)
+    name = layout.weights("the directory", os.listdir(path))
+    config_json = b""
+    if layout.configuration:
+        with _open_plain(os.path.join(path, layout.configuration), roots) as file:
+            config_json = file.read(MAX_CONFIG_BYTES + 1)
+    texts = _texts(path, roots) if chat and layout.chats else {}
+    weights = _open_plain(os.path.join(path, name), roots)
     size_bytes = _size(weights)
     if size_bytes > max_bytes:
         weights.close()
-        raise too_large(WEIGHTS, size_bytes, max_bytes)
+        raise too_large(shown(name), size_bytes, max_bytes)
     return PeftFiles(config_json=config_json, weights=weights, size_bytes=size_bytes, source=source, texts=texts)
 
 

@@ -32,8 +32,10 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     rank: int  # the largest
     modules: tuple[str, ...]
-    layers: int
+    layers: int  # 0 for an image adapter
     dtype: str
+    family: str = ""  # of an image adapter's base
+    sites: int = 0  # of an image adapter
     left_out: tuple[str, ...] = ()  # modules of the file that have no effect, for people
 
 

@@ -27,6 +27,8 @@ _LAYER = re.compile(  # the text model of a model that takes images is called `l
 _HALF = re.compile(r"([AB])(?:\.default)?\.weight")
 _COPY = re.compile(r"(?:.*\.)?(embed_tokens|lm_head)(?:\.base_layer)?\.weight")
 _PREFIX = "base_model.model."
+_OF_IMAGES = ("unet.", "text_encoder.", "text_encoder_2.", "lora_unet_", "lora_te", "down_blocks.", "mid_block.", "up_blocks.")
+"""How names of an image adapter's tensors begin."""
 FOREIGN = " (it was trained for another base model: base_model_name_or_path in its adapter_config.json names it)"
 MAX_LEFT_OUT = 20  # modules that are named
 
@@ -83,6 +85,8 @@ def _sorted_by_module(
         if len(key) > MAX_NAME_CHARS:
             raise InvalidAdapter(f"tensor {shown(key)}: its name is longer than {MAX_NAME_CHARS} characters")
         name = key.removeprefix(_PREFIX)
+        if name.startswith(_OF_IMAGES):
+            raise InvalidAdapter(f"tensor {shown(key)}: an adapter of an image model, but the base model here makes text")
         path, separator, rest = name.rpartition(".lora_")
         if separator:
             loras.setdefault(path, []).append((rest, Tensor(key, info)))

@@ -19,14 +19,13 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from motet.policies.worker import pins
-from motet.services.registry.chats import ChatReader
+from motet.services.registry.bases import BASE_FILES, Base, open_base
 from motet.services.registry.config import RegistryConfig
-from motet.services.registry.files import PeftFiles, quoted
+from motet.services.registry.files import IMAGE, PeftFiles, quoted
 from motet.services.registry.followers import Followers
 from motet.services.registry.metrics import ADAPTERS, BLOB_BYTES, REGISTRATIONS, VALIDATION_S, VERSIONS
 from motet.services.registry.own_directory import OwnDirectory
-from motet.services.registry.paths import open_directory
-from motet.services.registry.peft import Converted, convert
+from motet.services.registry.paths import open_found
 from motet.services.registry.sources import Sources
 from motet.services.registry.store import AdapterStore, check_name
 from motet.services.registry.threads import in_thread
@@ -34,8 +33,6 @@ from motet.services.registry.usage import IDLE_S, Usage
 from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.audit import Audit, AuditEvent
-from motet.shared.base_shapes import BaseShapes, read_shapes
-from motet.shared.base_tensors import base_tensors
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import ConfigError
@@ -52,13 +49,13 @@ from motet.shared.errors import (
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.malloc import return_large_buffers
-from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, TensorDigest
+from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin
 from motet.shared.provision import provision
 from motet.shared.refused_adapters import RefusedAdapters
 from motet.shared.service import BusService, run
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, check_tenant
-from motet.shared.text_files import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE, WITHOUT
+from motet.shared.text_files import WITHOUT
 from motet.shared.wire.registry import (
     AdapterInfo,
     AliasAdapter,
@@ -73,8 +70,6 @@ from motet.shared.wire.worker_state import WorkerState
 
 log = logger("motet.registry")
 
-BASE_FILES = ("config.json", "tokenizer.json", CONFIG_FILE, SPECIAL_MAP_FILE, ADDED_FILE)
-"""What the registry reads of a base model; of a model by hub id no weights are downloaded."""
 CHATS_BYTES_MAX, TENANT_CHATS_BYTES_MAX = 64 << 20, 4 << 20  # of different ones; a usual chat template has 4 KiB
 MAX_WAITING = 64  # registrations that may wait for a slot; more are refused
 SWEEP_S = 5.0
@@ -93,17 +88,16 @@ class RegistryService(BusService):
         self._config = config
         self.usage = Usage()
         self._waiting = 0
-        self._own_tensors: dict[str, TensorDigest] = {}
         self._starting = "connecting to NATS"
 
     async def start(self) -> None:
         config = self._config
-        self._model = await in_thread(lambda: resolve_model(config.base.model, files=BASE_FILES))
+        model = await in_thread(lambda: resolve_model(config.base.model, files=BASE_FILES))
+        limits = config.limits
         try:
-            self._shapes: BaseShapes = read_shapes(self._model)
+            self._base: Base = open_base(model, max_rank=limits.max_lora_rank, max_bytes=limits.max_adapter_bytes)
         except UnsupportedModel as error:
             raise ConfigError(f"--model: {error}") from None
-        self._chats = ChatReader(self._model, self._shapes.vocab_size)
         self._bus = bus = await Bus.connect(config.bus, config.process.identity("registry"), inbox="registry")
         try:
             await provision(
@@ -111,17 +105,18 @@ class RegistryService(BusService):
                 replicas=config.bus.nats_replicas,
                 tenants=config.publishers.names,
                 tenant_bytes=config.publishers.tenant_stream_mib << 20,
+                picture_ttl_s=config.publishers.picture_ttl_s if self._base.layout is IMAGE else 0.0,
             )
         except Exception as error:
             raise Unavailable(f"JetStream cannot be provisioned: {str(error) or repr(error)}") from error
         self.store = AdapterStore(bus, lambda digest: self.usage.idle(digest, now_s()), config.limits.older_versions)
         await self.store.start()
-        self._sources = Sources(config, self.store)
+        self._sources = Sources(config, self.store, layout := self._base.layout)
         self._audit = Audit(bus)
         self.adapters = AdapterWatch(bus, chats=True)
         await self.adapters.start()
         self.followers = Followers(self.store, self.adapters)
-        self._own = OwnDirectory(config.sources.adapters_dir, self.store, self.adapters, self._register_from)
+        self._own = OwnDirectory(config.sources.adapters_dir, self.store, self.adapters, self._register_from, layout)
         if foreign := sorted({v.base_model for v in self.adapters.versions()} - {config.base.name}):
             log.warning("adapters of other base models are stored here", extra={"base_models": ", ".join(foreign)})
         ADAPTERS.set_function(self.adapters.names)
@@ -185,9 +180,9 @@ class RegistryService(BusService):
     async def _take_in(self, ask: RegisterAdapter, files: PeftFiles) -> tuple[AdapterInfo, str]:
         told = [limits.base_tensors for limits in self.usage.workers(now_s()).values() if limits.base_tensors]
         with files, VALIDATION_S.time():
-            chat = await in_thread(lambda: self._chats.read(files.texts))
+            chat = await in_thread(lambda: self._base.chat(files.texts))
             chat_digest = chat.digest if chat is not None else ""
-            converted = await in_thread(lambda: self._convert(files, told, chat_digest))
+            converted = await in_thread(lambda: self._base.convert(files, told, chat_digest))
         version = AdapterVersion(
             digest=converted.digest,
             base_model=self._config.base.name,
@@ -199,6 +194,8 @@ class RegistryService(BusService):
             source=files.source,
             created_unix_ms=unix_ms(),
             chat=chat_digest,
+            family=converted.family,
+            sites=converted.sites,
         )
         self._check_storage(ask, version)
         if chat is not None:
@@ -210,23 +207,6 @@ class RegistryService(BusService):
             replace=ask.replace,
             tenant=ask.tenant,
             left_out=converted.left_out,
-            chat=chat,
-        )
-
-    def _base_tensors(self, told: list[dict[str, TensorDigest]]) -> dict[str, TensorDigest]:
-        """The base's embeddings and output layer: from the registry's own directory, else as a worker told them."""
-        own = self._own_tensors = self._own_tensors or base_tensors(self._model)
-        return own or (told[0] if told else {})
-
-    def _convert(self, files: PeftFiles, told: list[dict[str, TensorDigest]], chat: str) -> Converted:
-        return convert(
-            files.config_json,
-            files.weights,
-            files.size_bytes,
-            self._shapes,
-            max_rank=self._config.limits.max_lora_rank,
-            max_bytes=self._config.limits.max_adapter_bytes,
-            base_tensors=lambda: self._base_tensors(told),
             chat=chat,
         )
 
@@ -405,7 +385,8 @@ class RegistryService(BusService):
         self._check_name(ask)
         self._check_room(ask)
         async with self._sources.local:
-            files = await in_thread(lambda: open_directory(path, [root], self._config.limits.max_adapter_bytes, source=source))
+            max_bytes, layout = self._config.limits.max_adapter_bytes, self._base.layout
+            files = await in_thread(lambda: open_found(path, [root], max_bytes, source=source, layout=layout))
             info, outcome = await self._take_in(ask, files)
         await self._registered(ask, info, outcome, {})
 

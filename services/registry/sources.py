@@ -1,8 +1,8 @@
 """Where adapters come from. Each kind of places is an entry of `SOURCES`, by which clients name it.
 
-    path     a directory or an archive below one of --adapter-roots
+    path     a directory, an archive or a weights file below one of --adapter-roots
     hub      a repository of a Hugging Face hub
-    upload   an archive that a gateway has put into the uploads bucket
+    upload   an archive or a weights file that a gateway has put into the uploads bucket
 
 A plug-in adds another kind, which clients then name as `"source": "s3:<location>"` (docs/extending.md).
 """
@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 from motet.services.registry.archives import read_archive
 from motet.services.registry.config import RegistryConfig
-from motet.services.registry.files import PeftFiles, Source, quoted
+from motet.services.registry.files import Layout, PeftFiles, Source, quoted
 from motet.services.registry.hub import HubSource
 from motet.services.registry.paths import is_there, open_path
 from motet.services.registry.store import AdapterStore
@@ -31,17 +31,17 @@ REMOTE_SLOTS = 2  # adapters being fetched at once from one kind of places on ot
 
 
 class PathSource(Source):
-    """Directories and archives on the registry's machine."""
+    """Directories and files on the registry's machine."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self._roots, self._max_bytes = config.sources.roots, config.limits.max_adapter_bytes
 
     async def fetch(self, location: str, *, chat: bool) -> PeftFiles:
-        return await in_thread(lambda: open_path(location, self._roots, self._max_bytes, chat=chat))
+        return await in_thread(lambda: open_path(location, self._roots, self._max_bytes, chat=chat, layout=self.layout))
 
 
 class UploadSource(Source):
-    """Archives in the uploads bucket. Each is deleted when it has been read."""
+    """Files in the uploads bucket. Each is deleted when it has been read."""
 
     def __init__(self, config: RegistryConfig, store: AdapterStore) -> None:
         self._max_bytes, self._store = config.limits.max_adapter_bytes, store
@@ -51,7 +51,9 @@ class UploadSource(Source):
             size_bytes = os.fstat(file.fileno()).st_size
             try:
                 return await in_thread(
-                    lambda: read_archive(file, size_bytes, self._max_bytes, source=f"upload:{location}", chat=chat)
+                    lambda: read_archive(
+                        file, size_bytes, self._max_bytes, source=f"upload:{location}", chat=chat, layout=self.layout
+                    )
                 )
             finally:
                 await self._store.drop_upload(location)
@@ -72,9 +74,11 @@ ANY = "any"
 class Sources:
     """The sources of a registry, and the slots in which adapters are fetched, checked and stored."""
 
-    def __init__(self, config: RegistryConfig, store: AdapterStore) -> None:
+    def __init__(self, config: RegistryConfig, store: AdapterStore, layout: Layout) -> None:
         self._roots = config.sources.roots
         self._opened = {kind: opening(config, store) for kind, opening in SOURCES.items()}
+        for source in self._opened.values():
+            source.layout = layout
         self._remote = {kind: asyncio.Semaphore(REMOTE_SLOTS) for kind in self._opened}
         self.local = asyncio.Semaphore(LOCAL_SLOTS)
 

@@ -1,8 +1,8 @@
-"""The child process that extracts `adapter_config.json` and `adapter_model.safetensors` from an untrusted archive.
+"""The child process that extracts an adapter's files (`files.Layout`) from an untrusted archive.
 
 Started by `archives.read_archive` with four open files and its limits; it answers with one JSON object on stdout:
 
-    {"size_bytes": 1234}                                   both files are written
+    {"size_bytes": 1234}                                   the files are written
     {"code": "invalid_adapter", "message": "..."}          the refusal, as `shared.errors.ErrorInfo`
 
 The limits of this process bound what a decompressor or parser can be made to use. Nothing is unpacked to a path from the
@@ -34,12 +34,16 @@ from typing import IO, BinaryIO, cast
 import msgspec
 
 from motet.services.registry.files import (
-    CONFIG,
+    IMAGE,
+    LAYOUTS,
     LIMIT_OPTION,
+    LORA_FILE,
     MAX_CONFIG_BYTES,
+    PEFT,
     WEIGHTS,
+    Layout,
     Texts,
-    missing_weights,
+    is_lora_file,
     quoted,
     shown,
     too_large,
@@ -63,10 +67,11 @@ class UnpackLimits(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     cpu_s: int
     chat: bool = True  # also the files for chats
+    layout: str = PEFT.name
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Both files are written; `size_bytes` is the size of the weights."""
+    """The files are written; `size_bytes` is the size of the weights."""
 
     size_bytes: int
 
@@ -86,11 +91,12 @@ class _Metered(io.RawIOBase):
 
 
 class _Picker:
-    """Checks every member's name, copies the two adapter files, and refuses duplicates."""
+    """Checks every member's name, copies the adapter's files, and refuses duplicates."""
 
-    def __init__(self, config: BinaryIO, weights: BinaryIO, max_bytes: int, chat: bool) -> None:
-        self._chat, self._texts = chat, Texts()
-        self._sinks = {CONFIG: (config, MAX_CONFIG_BYTES), WEIGHTS: (weights, max_bytes)}
+    def __init__(self, config: BinaryIO, weights: BinaryIO, max_bytes: int, chat: bool, layout: Layout) -> None:
+        self._chat, self._texts, self._layout = chat, Texts(), layout
+        self._weights, self._max_bytes = weights, max_bytes
+        self._sinks = {layout.configuration: (config, MAX_CONFIG_BYTES), WEIGHTS: (weights, max_bytes)}
         self._members = 0
         self._names: set[str] = set()
         self._found: dict[str, tuple[PurePosixPath, int]] = {}  # file -> (directory, bytes)
@@ -110,11 +116,9 @@ class _Picker:
         if self._chat and _chat_name(path):
             self._keep_text(str(path), read())
             return
-        if path.name not in self._sinks:
+        if (wanted := self._sink(path)) is None:
             return
-        if path.name in self._found:
-            raise InvalidAdapter(f"the archive holds more than one {path.name}")
-        sink, limit = self._sinks[path.name]
+        sink, limit = wanted
         if size > limit:
             raise too_large(f"archive member {quoted(name)}", size, limit)
         inner = read()
@@ -123,6 +127,14 @@ class _Picker:
         with inner:
             self._found[path.name] = (path.parent, _copy(inner, sink, limit, name))
 
+    def _sink(self, path: PurePosixPath) -> tuple[BinaryIO, int] | None:
+        """Where the member is written, and the bytes that it may have; None for one that is not needed."""
+        if path.name not in self._sinks:
+            return None
+        if path.name in self._found:
+            raise InvalidAdapter(f"the archive holds more than one {path.name}")
+        return self._sinks[path.name]
+
     def _keep_text(self, name: str, inner: IO[bytes] | None) -> None:
         limit = self._texts.limit(name)
         with inner or io.BytesIO() as data:
@@ -130,20 +142,38 @@ class _Picker:
 
     def texts(self) -> dict[str, bytes]:
         """The files for chats beside the configuration."""
-        beside = self._found[CONFIG][0]
+        beside = self._found[self._layout.configuration][0]
         found = {PurePosixPath(name): data for name, data in self._texts.found.items()}
         inside = {str(path.relative_to(beside)): data for path, data in found.items() if path.is_relative_to(beside)}
         return {name: data for name, data in inside.items() if is_text_file(name)}
 
     def result(self) -> Done:
-        weights, config = self._found.get(WEIGHTS), self._found.get(CONFIG)
-        if weights is None:
-            raise missing_weights("the archive", self._names)
-        if config is None:
-            raise InvalidAdapter(f"the archive holds no {CONFIG}")
-        if config[0] != weights[0]:
-            raise InvalidAdapter(f"{CONFIG} and {WEIGHTS} lie in different directories of the archive")
-        return Done(weights[1])
+        config = self._layout.configuration
+        (place, size_bytes), (beside, _) = self._found[self._layout.weights("the archive", self._names)], self._found[config]
+        if beside != place:
+            raise InvalidAdapter(f"{config} and {WEIGHTS} lie in different directories of the archive")
+        return Done(size_bytes)
+
+
+class _LoraPicker(_Picker):
+    """Copies the one LoRA file of an image adapter.
+
+    The archive is read once and forwards, so the first one is copied before it is known whether it is the only one.
+    """
+
+    def _sink(self, path: PurePosixPath) -> tuple[BinaryIO, int] | None:
+        if not is_lora_file(path.name):
+            return None
+        if path.name in self._found:
+            raise InvalidAdapter(f"the archive holds more than one {path.name}")
+        if self._found and path.name != LORA_FILE:
+            return None
+        self._weights.seek(0)
+        self._weights.truncate()
+        return self._weights, self._max_bytes
+
+    def result(self) -> Done:
+        return Done(self._found[self._layout.weights("the archive", self._names)][1])
 
 
 def _copy(inner: IO[bytes], out: IO[bytes], limit: int, name: str) -> int:
@@ -162,8 +192,15 @@ def _chat_name(path: PurePosixPath) -> bool:
     return is_text_file(path.name) or is_text_file("/".join(path.parts[-2:]))
 
 
-def unpack(archive: BinaryIO, config: BinaryIO, weights: BinaryIO, max_bytes: int, texts: BinaryIO | None = None) -> Done:
-    """Write the two files of the seekable `archive`, and to `texts` those for chats: msgpack, {path: content}.
+def unpack(
+    archive: BinaryIO,
+    config: BinaryIO,
+    weights: BinaryIO,
+    max_bytes: int,
+    texts: BinaryIO | None = None,
+    layout: Layout = PEFT,
+) -> Done:
+    """Write the adapter's files in the seekable `archive`, and to `texts` those for chats: msgpack, {path: content}.
 
     Raises InvalidAdapter or TooLarge with the reason, or OSError.
     """
@@ -171,7 +208,7 @@ def unpack(archive: BinaryIO, config: BinaryIO, weights: BinaryIO, max_bytes: in
     archive.seek(0)
     magic = archive.read(4)
     archive.seek(0)
-    picker = _Picker(config, weights, max_bytes, texts is not None)
+    picker = (_LoraPicker if layout is IMAGE else _Picker)(config, weights, max_bytes, texts is not None, layout)
     try:
         if magic[:2] == b"PK":
             _read_zip(archive, size_bytes, picker)
@@ -278,7 +315,7 @@ def _check_zip_directory(file: BinaryIO, size_bytes: int) -> None:
 
 
 def _confine(limits: UnpackLimits) -> None:
-    """Apply the limits to this process; the file size applies to each of the two files."""
+    """Apply the limits to this process; the file size applies to each of the files."""
     written = max(limits.max_bytes, MAX_CONFIG_BYTES) + _COPY_BYTES
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -305,7 +342,8 @@ def main(limits_json: str, archive: int, config: int, weights: int, texts: int) 
         ):
             if not limits.chat:
                 third.write(msgspec.msgpack.encode({}))
-            answer = unpack(source, first, second, limits.max_bytes, third if limits.chat else None)
+            layout = LAYOUTS[limits.layout]
+            answer = unpack(source, first, second, limits.max_bytes, third if limits.chat else None, layout)
     except MotetError as error:
         answer = error.info()
     except MemoryError:

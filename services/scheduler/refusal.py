@@ -13,14 +13,20 @@ from __future__ import annotations
 
 from motet.policies.cluster.candidates import PERMANENT, Ask, Screening
 from motet.shared.errors import BadRequest, MotetError, Overloaded, PromptTooLong, Unavailable
+from motet.shared.model import SLO_MAX_MS, Capability
 
 MEANINGS: dict[str, str] = {
     "structured": "structured outputs",
     "prompt_logprobs": "log-probabilities of prompts",
     "embeddings": "embeddings",
     "images": "images",
+    "draws": "pictures",
 }
 """Descriptions of the capabilities for error messages."""
+ONLY: dict[Capability, str] = {
+    "embeddings": "have a pooling model, which makes embeddings and no text",
+    "draws": "have a model that draws images and makes no text",
+}
 RETRY_S = 1.0
 """Retry-After for clients while no worker is there."""
 
@@ -45,8 +51,8 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
         return BadRequest(f"the workers of {ask.base_model} run it without adapters", param="model")
     if "lora_rank" in rejected:
         return BadRequest(
-            f"the adapter's rank {ask.rank} is above {screening.largest_rank}, the largest a worker of {ask.base_model} takes "
-            "(--max-lora-rank of the workers)",
+            f"the adapter's rank {ask.rank_needed} is above {screening.largest_rank}, the largest a worker of {ask.base_model} "
+            "takes (--max-lora-rank of the workers)",
             param="model",
         )
     return PromptTooLong.of(
@@ -59,7 +65,8 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
 def _incapable(ask: Ask, screening: Screening) -> MotetError:
     """The error when no live worker has the capabilities that the request needs."""
     if not ask.needs:
-        reason = f"model: the workers of {ask.base_model} have a pooling model, which makes embeddings and no text"
+        what = " or ".join(ONLY[word] for word in screening.exclusive or ("embeddings",))
+        reason = f"model: the workers of {ask.base_model} {what}"
         if ask.begun or "stale" in screening.rejected:
             return Unavailable(reason, param="model", retry_after_s=RETRY_S)
         return BadRequest(reason, param="model")
@@ -74,8 +81,15 @@ def _incapable(ask: Ask, screening: Screening) -> MotetError:
 
 def too_late(ask: Ask, late_s: float) -> Overloaded:
     """The error for a request that every candidate would serve too late. `late_s`: time until one is expected to be in time."""
+    one = "step" if ask.draws else "token"
+    objectives = (
+        (ask.ttft_slo_ms, f"to the first {one}"),
+        (ask.tpot_slo_ms, f"per {one}"),
+        (ask.e2e_slo_ms, "for the whole answer"),
+    )
+    told = [f"{objective_ms:g} ms {what}" for objective_ms, what in objectives if objective_ms < SLO_MAX_MS]
+    meet = " and ".join(told) or "all objectives"
     return Overloaded(
-        f"no worker of {ask.base_model} is expected to meet {ask.ttft_slo_ms:g} ms to the first token and "
-        f"{ask.tpot_slo_ms:g} ms per token now; one probably will in {late_s:.1f} s",
+        f"no worker of {ask.base_model} is expected to have room and to meet {meet} now; one probably will in {late_s:.1f} s",
         retry_after_s=late_s,
     )

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from motet.policies.cluster.candidates import Ask
-from motet.policies.cluster.describe import brief_of, predicted
+from motet.policies.cluster.describe import brief_of, first_and_more, picture_brief, predicted
 from motet.policies.cluster.dispatch import Decision, seconds_until_room
 from motet.policies.cluster.scheduler_core import SchedulerCore
 from motet.policies.lengths.quantiles import LengthQuantiles
@@ -36,7 +36,7 @@ from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import DeadlineExceeded, MotetError, Overloaded, Unavailable, from_info
 from motet.shared.leases import LeaseWatch
-from motet.shared.model import RequestBrief
+from motet.shared.model import AdapterRef, RequestBrief
 from motet.shared.service import BusService, run
 from motet.shared.telemetry import logger
 from motet.shared.wire.admin import ClusterStatus, StatusRequest
@@ -171,7 +171,11 @@ class SchedulerService(BusService):
         """Place a request. Raises the error for its sender: Unavailable, Overloaded, or a worker's final refusal."""
         began = now_s()
         try:
-            assigned = await self._place(request, await self._predict(request))
+            if request.image is not None:
+                predicted_tokens = request.image.steps_run + 1  # known: its steps, and the picture
+            else:
+                predicted_tokens = await self._predict(request)
+            assigned = await self._place(request, predicted_tokens)
         except MotetError as error:
             metrics.DECISIONS.labels(error.code).inc()
             raise
@@ -215,12 +219,19 @@ class SchedulerService(BusService):
             asked, predicted_tokens=predicted_tokens, features=b"", prompt_text="", prefix_keys=(), repeated=0, move_to=""
         )
         brief = brief_of(request, predicted_tokens=predicted_tokens, epoch=request.epoch, output_tokens=request.output_tokens)
+        adapter = request.adapter
+        more: tuple[AdapterRef, ...] = ()
+        if request.image is not None:
+            brief = picture_brief(brief, request.image, request.weighted)
+            adapter, more = first_and_more(request.weighted)
         failures: dict[str, MotetError] = {}
         ask = self._core.ask(
             brief,
             now_s(),
             base_model=request.base_model,
-            adapter=request.adapter,
+            adapter=adapter,
+            more=more,
+            e2e_slo_ms=request.slo.e2e_slo_ms,
             prefix_keys=asked.prefix_keys,
             needs=request.needs,
             avoid=request.exclude_workers,

@@ -4,6 +4,7 @@ into memory.
     object store  --fetch, SHA-256 checked, atomic rename-->  disk  --mapped, header checked-->  host  -->  engine
 
 Rules:
+- no blob is read here: `parse` alone, which is the engine's, knows formats (`shared.adapter_blob`).
 - an adapter is its content digest; a file whose content has another digest is deleted and fetched again. `AdapterFiles` says
   when a file is hashed: once, not at every load.
 - a host copy is a mapping of its file, alive also when the file is evicted; files are never written to once named.
@@ -19,7 +20,7 @@ import asyncio
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from motet.policies.memory.host_tier import DiskRoom, Evict, Forget
 from motet.services.worker import metrics
@@ -32,18 +33,20 @@ from motet.shared.model import AdapterRef
 from motet.shared.objects import Objects, read_object
 from motet.shared.telemetry import logger
 
-if TYPE_CHECKING:
-    from motet.services.worker.engines.adapter_weights import HostAdapter
-
 log = logger("motet.worker.adapters")
 FETCH_BASE_S = 15.0
 FETCH_BYTES_PER_S = 4 * 1024 * 1024  # a link slower than this is treated as broken
 
 
-class Decider(Protocol):
+Copy = TypeVar("Copy")
+"""An engine's host copy of an adapter."""
+Copy_contra = TypeVar("Copy_contra", contravariant=True)
+
+
+class Decider(Protocol[Copy_contra]):
     """Makes the decisions for an `AdapterLoader` and gets the results."""
 
-    def loaded(self, digest: str, adapter: HostAdapter) -> None:
+    def loaded(self, digest: str, adapter: Copy_contra) -> None:
         """A load has succeeded: the copy is in host memory and the file on disk."""
 
     def failed(self, digest: str, error: Exception) -> None:
@@ -63,19 +66,19 @@ class _DiskFull(Exception):
         self.written_bytes = written_bytes
 
 
-class AdapterLoader:
+class AdapterLoader(Generic[Copy]):
     """Loads and deletes a worker's adapters, as its decider says.
 
     `parse` makes a host copy from a verified file: its path and digest.
     """
 
-    def __init__(self, bus: Bus, files: AdapterFiles, decider: Decider, *, parse: Callable[[Path, str], HostAdapter]) -> None:
+    def __init__(self, bus: Bus, files: AdapterFiles, decider: Decider[Copy], *, parse: Callable[[Path, str], Copy]) -> None:
         self._bus, self._files, self._decider, self._parse = bus, files, decider, parse
         self._objects: Objects | None = None
         self._loads: dict[str, asyncio.Task[None]] = {}
-        self._copies: dict[str, HostAdapter] = {}
+        self._copies: dict[str, Copy] = {}
 
-    def copy(self, digest: str) -> HostAdapter:
+    def copy(self, digest: str) -> Copy:
         """The host copy of an adapter that was loaded and not evicted."""
         return self._copies[digest]
 
@@ -125,7 +128,7 @@ class AdapterLoader:
 
     # ---- files and the object store
 
-    def _from_disk(self, digest: str) -> HostAdapter | None:
+    def _from_disk(self, digest: str) -> Copy | None:
         """The host copy, or None when the file is missing or its content does not match its digest."""
         path = self._files.path(digest)
         try:
@@ -138,7 +141,7 @@ class AdapterLoader:
             log.warning("cached adapter unreadable", extra={"digest": digest, "error": repr(error)})
             return None
 
-    async def fetch(self, ref: AdapterRef) -> HostAdapter:
+    async def fetch(self, ref: AdapterRef) -> Copy:
         """Download the file, verify it and move it to its name. If the content is wrong, try once more."""
         if self._objects is None:
             self._objects = await Objects.open(self._bus, subjects.BLOBS)
@@ -173,7 +176,7 @@ class AdapterLoader:
             f" {ref.size_bytes} bytes, {free_bytes} are free"
         )
 
-    async def _download(self, ref: AdapterRef, store: Objects) -> HostAdapter | None:
+    async def _download(self, ref: AdapterRef, store: Objects) -> Copy | None:
         timeout_s = FETCH_BASE_S + ref.size_bytes / FETCH_BYTES_PER_S
         with self._files.partial(ref.digest) as (path, sink):
             try:
@@ -185,7 +188,7 @@ class AdapterLoader:
                 raise _DiskFull(path.stat().st_size) from error
             return await asyncio.to_thread(self._admit, path, ref.digest)
 
-    def _admit(self, partial: Path, digest: str) -> HostAdapter | None:
+    def _admit(self, partial: Path, digest: str) -> Copy | None:
         if hash_of(partial) != digest:
             return None
         adapter = self._parse(partial, digest)  # mapped before it is named: from then on others may evict it

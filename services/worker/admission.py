@@ -9,9 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from motet.policies.memory.kv_blocks import cache_scope
+from motet.services.worker.engines.image_limits import ImageLimits
 from motet.services.worker.engines.request import EngineRequest
+from motet.services.worker.image_admission import check_adapters, check_image
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
-from motet.shared.model import IMAGES_MAX, TOKEN_BYTES, SamplingParams
+from motet.shared.model import IMAGES_MAX, TOKEN_BYTES, ImageParams, SamplingParams
 from motet.shared.wire.request import GenerateRequest, token_array
 
 
@@ -28,6 +30,8 @@ class Acceptable:
     """The engine's capabilities."""
     share_prefix_cache: bool = False
     """Tenants share KV blocks of prompts for the base model."""
+    image: ImageLimits | None = None
+    """Of an engine that draws."""
 
 
 def admit(request: GenerateRequest, acceptable: Acceptable, arrival_s: float) -> EngineRequest:
@@ -49,6 +53,18 @@ def check(request: GenerateRequest, acceptable: Acceptable) -> None:
     if embeds != ("embeddings" in acceptable.serves):
         made = "text, no embeddings" if embeds else "embeddings, no text"
         raise BadRequest(f"model: this worker's model makes {made}", param="model")
+    if (request.image is not None) != ("draws" in acceptable.serves):
+        made = "text, no pictures" if request.image is not None else "pictures, no text"
+        raise BadRequest(f"model: this worker's model makes {made}", param="model")
+    if request.image is not None:
+        _check_picture(request, request.image, acceptable)
+    else:
+        _check_text(request, acceptable, embeds=embeds)
+
+
+def _check_text(request: GenerateRequest, acceptable: Acceptable, *, embeds: bool) -> None:
+    if request.adapters:
+        raise BadRequest("adapters: this worker takes one adapter per request", param="adapters")
     if request.images and "images" not in acceptable.serves:
         at = request.images[0].param
         raise BadRequest(f"{at}: this worker's model takes no images", param=at)
@@ -80,6 +96,25 @@ def check(request: GenerateRequest, acceptable: Acceptable) -> None:
             f"adapter {adapter.name!r} has rank {adapter.rank}; this worker takes ranks 1 to {acceptable.max_lora_rank}",
             param="model",
         )
+
+
+def _check_picture(request: GenerateRequest, image: ImageParams, acceptable: Acceptable) -> None:
+    assert acceptable.image is not None, "an engine that draws has told its limits"
+    for field, data in (
+        ("prompt", request.prompt),
+        ("negative_prompt", image.negative),
+        ("prompt_2", image.prompt_2),
+        ("negative_2", image.negative_2),
+    ):
+        _check_tokens(data, field, acceptable.vocab_size)
+        if len(data) // TOKEN_BYTES > acceptable.max_model_len - acceptable.image.steps_max:
+            raise BadRequest(f"{field}: {len(data) // TOKEN_BYTES} tokens are too many", param=field)
+    if not request.prompt:
+        raise BadRequest("the prompt has no tokens", param="prompt")
+    check_image(request, image, acceptable.image)
+    if request.weighted and not acceptable.max_lora_rank:
+        raise BadRequest(f"this worker runs {acceptable.base_model} without adapters", param="model")
+    check_adapters(request, acceptable.max_lora_rank)
 
 
 def _check_tokens(data: bytes, field: str, vocab_size: int) -> None:

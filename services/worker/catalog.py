@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.errors import AdapterNotFound
+from motet.shared.errors import AdapterNotFound, BadRequest
 from motet.shared.model import AdapterRef, AdapterVersion
 from motet.shared.placement import PlacementWatch
 
@@ -52,10 +52,16 @@ class Catalog:
             self._pinned = pinned
             self._on_pinned(pinned)
 
-    async def check(self, ref: AdapterRef) -> None:
-        """Raises AdapterNotFound when the registry does not have this version."""
+    async def check(self, ref: AdapterRef, family: str = "") -> None:
+        """Raises AdapterNotFound when the registry does not have this version, BadRequest for one of another family of models.
+
+        `family`: of the base model, "" for a language model's.
+        """
         deadline = now_s() + GRACE_S
-        while self._watch.by_digest(ref.digest) is None:
+        while (version := self._watch.by_digest(ref.digest)) is None:
             if now_s() > deadline:
                 raise AdapterNotFound(f"adapter {ref.name!r} ({ref.digest[:12]}) is not registered", param="model")
             await asyncio.sleep(0.01)
+        if version.family != family:
+            kinds = version.family or "language models", family or "language models"
+            raise BadRequest(f"adapter {ref.name!r} is for {kinds[0]}; this worker's base is of {kinds[1]}", param="model")

@@ -30,6 +30,7 @@ ENGINES: Table[str] = Table(
     {
         "native": "motet.services.worker.native.opening:open_native",
         "vllm": "motet.services.worker.vllm_engine.opening:open_vllm",
+        "images": "motet.services.worker.image_engine.opening:open_images",
     }
 )
 """The engines by the names that `--engine` takes, each with the function that opens it (`engines.opening.OpenEngine`).
@@ -50,7 +51,11 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     engine: Annotated[
         str,
         ENGINES,
-        Meta(description="what runs the model: native (Motet's own engine) or vllm (where vLLM is installed)", extra=COMMON),
+        Meta(
+            description="what runs the model: native (Motet's own engine), vllm (where vLLM is installed), or images (image"
+            " models, where motet[images] is installed)",
+            extra=COMMON,
+        ),
     ] = "native"
     engine_args: Annotated[
         str, Meta(description="options of vLLM itself, for --engine vllm, as on its command line", extra=COMMON)

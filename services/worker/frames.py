@@ -3,6 +3,9 @@
 A frame that the bus cannot take (it was disconnected for longer than its buffer lasts) is dropped, so that memory stays bounded
 while the network is away. Its requests are cancelled at once. When the bus takes messages again, their gateways are told
 `worker_lost` and resubmit them, also those whose last frame was lost.
+
+An item that is larger than a message has a picture or a checkpoint. The picture goes to the object store PICTURES, and the item
+follows with its name (`large_pictures`). Checkpoints and previews are left out: another worker repeats steps then.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from motet.services.worker import metrics
+from motet.services.worker.large_pictures import LargePictures
 from motet.shared import subjects
 from motet.shared.bus import Bus, encode
 from motet.shared.errors import Unavailable, WorkerLost
@@ -33,6 +39,7 @@ class FrameSender:
         self._empty = asyncio.Event()
         self._empty.set()
         self._lost: dict[tuple[str, str], StreamItem] = {}  # (gateway, request) -> the error that is still to be sent
+        self._pictures = LargePictures(bus)
         self._task = bus.spawn(self._run())
 
     def put(self, gateway_id: str, step: int, items: list[StreamItem]) -> None:
@@ -44,7 +51,11 @@ class FrameSender:
     async def flush(self, timeout_s: float) -> None:
         """Wait until all queued frames were sent or dropped."""
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+                while self._pictures:
+                    await self._pictures.stored()
+                    await self._empty.wait()
         except TimeoutError:
             log.warning("frames not sent", extra={"frames": len(self._queue)})
 
@@ -60,10 +71,13 @@ class FrameSender:
 
     async def _send(self, gateway_id: str, step: int, items: list[StreamItem]) -> bool:
         data = encode(TokenFrame(self._worker_id, step, items))
-        if len(data) + OVERHEAD_BYTES > self._bus.max_payload and len(items) > 1:
-            half = len(items) // 2
-            first = await self._send(gateway_id, step, items[:half])
-            return await self._send(gateway_id, step, items[half:]) and first
+        if len(data) + OVERHEAD_BYTES > self._bus.max_payload:
+            if len(items) > 1:
+                half = len(items) // 2
+                first = await self._send(gateway_id, step, items[:half])
+                return await self._send(gateway_id, step, items[half:]) and first
+            if items[0].picture is not None or items[0].state:
+                return await self._send_large(gateway_id, step, items[0])
         try:
             await self._bus.publish_encoded(subjects.stream(gateway_id), data)
         except Unavailable as error:
@@ -71,6 +85,13 @@ class FrameSender:
             return False
         metrics.FRAMES.inc()
         return True
+
+    async def _send_large(self, gateway_id: str, step: int, item: StreamItem) -> bool:
+        """Send an item without its checkpoint or preview; with a picture once that is stored. No other frame waits for it."""
+        if item.picture is not None and not item.picture.preview:
+            self._pictures.store(replace(item, state=b""), lambda stored: self.put(gateway_id, step, [stored]))
+            return True
+        return await self._send(gateway_id, step, [replace(item, state=b"", picture=None)])
 
     def _give_up(self, gateway_id: str, items: list[StreamItem], error: Unavailable) -> None:
         metrics.FRAMES_LOST.inc()

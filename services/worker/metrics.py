@@ -82,6 +82,37 @@ MECHANISM = gauge(
     "1 for the state of each mechanism that turns on by itself (merge, queues, foresight, assist): on, waiting, off; else 0.",
     ["name", "state"],
 )
+IMAGE_STEPS = counter(
+    "motet_worker_image_steps",
+    "Denoising steps by size of the pictures: the side of the smallest square of as many pixels (64 to 2048).",
+    ["bucket"],
+)
+IMAGE_ROWS = histogram(
+    "motet_worker_image_rows",
+    "Rows of a denoising step: two for a picture with guidance, else one.",
+    buckets=(1, 2, 4, 8, 16, 32, 64),
+)
+IMAGE_ADAPTERS = histogram(
+    "motet_worker_image_adapters_per_step", "Different adapters in a denoising step.", buckets=(0, 1, 2, 4, 8, 16, 32, 64)
+)
+IMAGE_KNEE_ROWS = gauge(
+    "motet_worker_image_knee_rows",
+    "Rows that a denoising step should have: more would delay its pictures and draw hardly more of them per second. By size of"
+    " the pictures, as for motet_worker_image_steps_total.",
+    ["bucket"],
+)
+IMAGE_PASS_S = latency(
+    "motet_worker_image_pass_seconds",
+    "Duration of an image engine's steps by stage: encode (prompts and source pictures), denoise (one step), decode.",
+    ["stage"],
+)
+IMAGE_PICTURES = counter(
+    "motet_worker_image_pictures", "Pictures that an image engine encoded or decoded, by stage: encode, decode.", ["stage"]
+)
+IMAGE_CHECKPOINT_BYTES = counter(
+    "motet_worker_image_checkpoint_bytes", "Bytes of checkpoints of pictures that were sent to gateways."
+)
+IMAGE_PREVIEWS = counter("motet_worker_image_previews", "Previews of pictures that were sent to gateways.")
 FRAMES = counter("motet_worker_frames", "Token frames sent to gateways.")
 FRAMES_LOST = counter("motet_worker_frames_lost", "Token frames dropped because NATS did not accept them.")
 LOOP_LAG_S = counter("motet_worker_engine_paused_seconds", "Time the engine waited for the event loop to accept its output.")

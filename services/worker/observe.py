@@ -12,11 +12,20 @@ from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.request_life import R
 from motet.policies.worker.worker_core import WorkerCore
 from motet.services.worker import metrics
-from motet.services.worker.engines.request import CopyStats, MergeStats, ResidencyChange, StepReport, StepStats
+from motet.services.worker.engines.request import (
+    CopyStats,
+    DrawingStats,
+    MergeStats,
+    ResidencyChange,
+    StepReport,
+    StepStats,
+)
 from motet.shared.model import FinishReason, Mechanism
 from motet.shared.wire.stream import StreamItem
 
 STATES = ("on", "waiting", "off")
+SIDES_PX = (64, 128, 256, 512, 768, 1024, 2048)
+"""Sizes of pictures are told as the smallest of these whose square has as many pixels, since clients choose them freely."""
 
 
 class Observer:
@@ -49,6 +58,8 @@ class Observer:
         output, stats, view = report.output, report.output.stats, self._core.view
         if stats.time_ms and (stats.prefill_tokens or stats.decode_rows):
             self._ran(stats, failed=output.failure is not None)
+        if stats.drawing is not None:
+            _drew(stats.drawing, stats.distinct_adapters)
         metrics.PREFIX_HIT_TOKENS.inc(stats.cached_tokens)
         metrics.PREEMPTIONS.inc(stats.preempted)
         metrics.REQUESTS.labels("running").set(stats.running)
@@ -76,13 +87,33 @@ class Observer:
     def _ran(self, stats: StepStats, *, failed: bool) -> None:
         """A step computed something. One that failed says nothing about step times."""
         metrics.STEP_S.observe(stats.time_ms / 1000)
-        metrics.BATCH_ROWS.observe(stats.prefill_requests + stats.decode_rows)
         metrics.TOKENS.labels("prefill").inc(stats.prefill_tokens)
-        metrics.TOKENS.labels("decode").inc(stats.decode_rows)
+        if stats.drawing is None:  # whose rows are fractions
+            metrics.BATCH_ROWS.observe(stats.prefill_requests + stats.decode_rows)
+            metrics.TOKENS.labels("decode").inc(stats.decode_rows)
         if not failed:
             self._times.observe(stats)
             for kind, drift in self._times.drift.items():
                 metrics.STEP_DRIFT.labels(kind).set(drift)
+
+
+def _drew(stats: DrawingStats, adapters: int) -> None:
+    metrics.IMAGE_PASS_S.labels(stats.stage).observe(stats.took_s)
+    if stats.stage != "denoise":
+        metrics.IMAGE_PICTURES.labels(stats.stage).inc(stats.pictures)
+    elif stats.pictures:
+        bucket = size_label(stats.pixels)
+        metrics.IMAGE_STEPS.labels(bucket).inc()
+        metrics.IMAGE_KNEE_ROWS.labels(bucket).set(stats.knee_rows)
+        metrics.IMAGE_ROWS.observe(stats.rows)
+        metrics.IMAGE_ADAPTERS.observe(adapters)
+        metrics.IMAGE_CHECKPOINT_BYTES.inc(stats.checkpoint_bytes)
+        metrics.IMAGE_PREVIEWS.inc(stats.previews)
+
+
+def size_label(pixels: int) -> str:
+    """The size of pictures as a label of bounded cardinality."""
+    return str(next((side for side in SIDES_PX if side * side >= pixels), SIDES_PX[-1]))
 
 
 def _moved(change: ResidencyChange) -> None:

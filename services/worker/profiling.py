@@ -39,6 +39,7 @@ from motet.shared.base_shapes import ATTENTION, read_shapes
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
+from motet.shared.image_shapes import INDEX
 from motet.shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
 from motet.shared.profile import LinkFacts, MergeFacts
 from motet.shared.wire.refusal import Refused
@@ -97,9 +98,14 @@ async def measure(
 
     It continues until every batch was measured once, but no longer than `LONGEST_TIMES` as long or `LONGEST_S`. Batches are in
     random order, so chance decides which ones are then left out. `config.bus.nats_url` is a NATS server with Motet's buckets
-    and no other clients. `progress` gets the share that is done. Raises ConfigError for a pooling model, and errors of the
-    engine's steps.
+    and no other clients. `progress` gets the share that is done. Raises ConfigError for a pooling model or an image model, and
+    errors of the engine's steps.
     """
+    if (model_dir / INDEX).is_file():
+        raise ConfigError(
+            "--model: an image model; only models that generate text are measured. A worker with --engine images measures its"
+            " steps when it starts, and learns from all later ones"
+        )
     adapters = msgspec.structs.replace(config.adapters, merge="off")  # a profile says what steps with LoRA take
     measured = await _measure(msgspec.structs.replace(config, adapters=adapters), model_dir, seconds, progress)
     if config.options.merge == "on":

@@ -37,7 +37,7 @@ from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
 from motet.services.worker.engines.opening import Opened, Wiring, open_engine
 from motet.services.worker.engines.request import EngineRequest, StepReport
-from motet.services.worker.engines.start_perf import START_PERF
+from motet.services.worker.engines.start_perf import start_perf
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.kv_transfer import KvTransfer, named
 from motet.services.worker.observe import Observer
@@ -53,6 +53,7 @@ from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, W
 from motet.shared.generation_config import notes
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
+from motet.shared.image_shapes import INDEX
 from motet.shared.json_files import FileError
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.model import PerfModel
@@ -157,6 +158,7 @@ class WorkerService:
             max_lora_rank=limits.max_lora_rank,
             serves=serves,
             share_prefix_cache=config.kv.share_prefix_cache,
+            image=self.facts.image,
         )
         self.view = View(self.worker_id, self.incarnation, limits, self.facts.mechanisms)
         self.reporter = StateReporter(bus, self.view, self._times)
@@ -194,15 +196,8 @@ class WorkerService:
         self.reporter.start()
         bus.spawn(self._tick())
         bus.spawn(self._check_when_idle())
-        log.info(
-            "serving",
-            extra={
-                "id": self.worker_id,
-                "model": config.base.name,
-                "device": limits.device,
-                "kv_blocks": limits.kv_blocks_total,
-            },
-        )
+        told = {"model": config.base.name, "device": limits.device, "kv_blocks": limits.kv_blocks_total}
+        log.info("serving", extra={"id": self.worker_id} | told)
 
     def not_ready(self) -> list[str]:
         reasons = []
@@ -282,8 +277,8 @@ class WorkerService:
     async def _assign(self, request: GenerateRequest) -> Accepted:
         """The `assign` endpoint. Raises an error to refuse."""
         try:
-            if request.adapter is not None:
-                await self.catalog.check(request.adapter)
+            for one in request.weighted:
+                await self.catalog.check(one.ref, self.facts.image.family if self.facts.image is not None else "")
             self._take(request)
         except MotetError as error:
             self.observer.refused(error.code)
@@ -303,7 +298,8 @@ class WorkerService:
             wait_s = self.shell.travel.wait_s(offer, known, rank)
             taken = replace(taken, kv=named(offer), kv_wait_s=wait_s)
         brief = taken.brief(taken.output_tokens)
-        refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken, taken.kv_wait_s > 0))
+        adapters = tuple([one.ref for one in request.weighted])
+        refusal = self.shell.on(Assign(brief, request.gateway_id, adapters, taken, taken.kv_wait_s > 0))
         if refusal is None:
             return
         match refusal.why:
@@ -317,9 +313,9 @@ class WorkerService:
 
     def _check_image_room(self, request: GenerateRequest) -> None:
         """Raises Overloaded if the images of all requests here would exceed `IMAGE_BYTES_MAX`."""
-        if request.images:
-            images = [*request.images, *(image for entry in self.core for image in entry.payload.images)]
-            if sum(len(image.data) for image in images) > IMAGE_BYTES_MAX:
+        if request.images or request.image is not None:
+            size_bytes = _image_bytes(request) + sum(_image_bytes(entry.payload) for entry in self.core)
+            if size_bytes > IMAGE_BYTES_MAX:
                 raise Overloaded(f"worker {self.worker_id} has no room for more images", retry_after_s=1.0)
 
     def _cancel(self, request_id: str, epoch: int) -> None:
@@ -384,6 +380,12 @@ class WorkerService:
                 self.reporter.list_prefixes()
 
 
+def _image_bytes(request: GenerateRequest) -> int:
+    """Bytes of the images that the request brings, and of its checkpoint."""
+    state = len(request.image.state) if request.image is not None else 0
+    return state + sum([len(image.data) for image in request.images])
+
+
 def _stepped(report: StepReport, items: Sequence[StreamItem]) -> Stepped:
     """The core's event for a report of the engine, which has these items."""
     output, merging = report.output, report.output.stats.merging
@@ -401,6 +403,8 @@ def _stepped(report: StepReport, items: Sequence[StreamItem]) -> Stepped:
 
 def _notes(model_dir: Path) -> list[str]:
     """What the log should tell about the model's files. Raises ConfigError."""
+    if (model_dir / INDEX).is_file():
+        return []  # an image engine opens these itself
     try:
         return notes(model_dir)
     except UnsupportedModel as error:
@@ -411,7 +415,7 @@ def _profiled(config: WorkerConfig) -> PerfModel:
     """The step times to start from: the profile's, or a small model's on two cores. Raises ConfigError for a bad file and for
     a profile of another engine."""
     if not config.engine.profile:
-        return START_PERF
+        return start_perf(config.engine.engine)
     try:
         profile: Profile = read_profile(Path(config.engine.profile))
     except FileError as error:

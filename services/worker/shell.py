@@ -59,7 +59,7 @@ class Shell:
     `store` is set before the first event, and `travel` where KV blocks can be fetched.
     """
 
-    store: AdapterLoader
+    store: AdapterLoader[HostAdapter]
     travel: KvTransfer | None = None
 
     def __init__(
@@ -128,12 +128,14 @@ class Shell:
     def _start(self, action: Start[EngineRequest]) -> MotetError | None:
         """Give a request to the engine. Returns the error if its assignment is to be refused."""
         entry, request = action.entry, action.entry.payload
-        if entry.adapter is not None:
-            request = replace(request, weights=self.store.copy(entry.adapter.digest))
+        if request.image is not None:
+            request = replace(request, copies=tuple([self.store.copy(one.ref.digest) for one in request.weighted]))
+        elif entry.adapters:
+            request = replace(request, weights=self.store.copy(entry.adapters[0].digest))
         try:
             self.engine.add(request)
         except MotetError as error:
-            taken = entry.adapter is not None or request.kv_wait_s > 0  # its assignment may have been answered before
+            taken = bool(entry.adapters) or request.kv_wait_s > 0  # its assignment may have been answered before
             self.on(NotStarted(entry.key, error if taken else None))
             return None if taken else error
         return None
@@ -184,8 +186,11 @@ def _error_of(reason: object, answer: Answer[EngineRequest]) -> MotetError:
         case MotetError():
             return reason
         case TooLargeForHost(size_bytes, room_bytes):
-            return TooLarge(f"adapter of {size_bytes} bytes does not fit in host_cache_mib ({room_bytes} bytes)")
+            count = len(answer.entry.adapters)
+            what = "adapter" if count == 1 else f"{count} adapters"
+            verb = "does" if count == 1 else "do"
+            return TooLarge(f"{what} of {size_bytes} bytes {verb} not fit in host_cache_mib ({room_bytes} bytes)")
         case _:
-            assert answer.entry.adapter is not None, "only adapters can fail to load"
-            log.error("adapter load failed", extra={"digest": answer.entry.adapter.digest, "error": repr(reason)})
-            return MotetError(f"adapter {answer.entry.adapter.name!r} cannot be loaded: {reason!r}")
+            adapter = next(one for one in answer.entry.adapters if one.digest == answer.failed)
+            log.error("adapter load failed", extra={"digest": adapter.digest, "error": repr(reason)})
+            return MotetError(f"adapter {adapter.name!r} cannot be loaded: {reason!r}")

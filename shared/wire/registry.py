@@ -11,9 +11,9 @@ from motet.shared.wire.refusal import Refused
 class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Validate and publish an adapter under `name`.
 
-    `kind` "path": a directory or archive below one of the registry's allowed roots; "hub": a Hugging Face id;
-    "upload": an object in the uploads bucket (zip or tar, optionally gzipped); "any": a path if it exists, else a hub id.
-    A registry may have other kinds too (of its plug-ins).
+    `kind` "path": a directory, archive or file below one of the registry's allowed roots; "hub": a Hugging Face id; "upload":
+    an object in the uploads bucket (zip or tar, optionally gzipped, or an image adapter's file); "any": a path if it exists,
+    else a hub id. A registry may have other kinds too (of its plug-ins).
     Without `replace` an existing name is refused (AdapterExists).
     """
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
-from motet.shared.model import TOKEN_BYTES, AdapterRef, EmbeddingParams, KvOffer, SamplingParams, Slo
+from motet.shared.model import TOKEN_BYTES, AdapterRef, EmbeddingParams, ImageParams, KvOffer, SamplingParams, Slo, Weighted
 from motet.shared.wire.prefixes import PrefixKeys
 from motet.shared.wire.refusal import Refused
 
@@ -55,7 +55,8 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
 class Work(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one sequence asks for, fully resolved: tokens, adapter version, sampling with its seed.
 
-    A request for `n` choices becomes n of these. With `embedding` the prompt's embedding is wanted, and no tokens.
+    A request for `n` choices becomes n of these. With `embedding` the prompt's embedding is wanted, and no tokens; with `image`
+    a picture, whose steps are the output positions: step i has index i, and the picture has index `image.steps_run`.
     """
 
     request_id: str
@@ -73,11 +74,20 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     embedding: EmbeddingParams | None = None  # needs "embeddings"
     prefix_keys: tuple[PrefixKeys, ...] = ()  # for schedulers, for each block size of workers; not passed on to workers
     images: list[Image] = []  # needs "images"; the prompt has the model's placeholder for each, in this order
+    image: ImageParams | None = None  # needs "draws"; `images` are then the source picture and the mask
+    adapters: tuple[Weighted, ...] = ()  # at most ADAPTERS_MAX; when given, `adapter` is None
 
     @property
     def prompt_tokens(self) -> int:
         """The length of the prompt."""
         return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def weighted(self) -> tuple[Weighted, ...]:
+        """All its adapters, whichever way they were given."""
+        if self.adapter is not None:
+            return (Weighted(self.adapter), *self.adapters)
+        return self.adapters
 
 
 class GenerateRequest(Work, frozen=True, kw_only=True, omit_defaults=True):

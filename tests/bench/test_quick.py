@@ -63,6 +63,15 @@ FIGURES = {
         "fetch.gain",
         "reports.step_cpu_with_reports",
     },
+    "images": {
+        "mixed_vs_set_adapters_32",
+        "mixed_vs_fuse_32",
+        "mixed_vs_no_lora_32",
+        "latents_error",
+        "cold_vs_cached",
+        "styles_right",
+        "plain_right",
+    },
     "planner": {"workers_vs_bound", "most_above_bound", "valid", "starved_adapters", "plan_s_law", "plan_s_twin"},
     "planner_live": {
         "attained_live_1",

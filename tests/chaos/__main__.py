@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from motet.shared.clock import now_s
 from tests.chaos import faults, virtual
 from tests.chaos.mesh import MeshOptions
+from tests.chaos.report import ms, say
 from tests.chaos.run import LoadOptions, Phase, Row, run_phase
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,13 +78,6 @@ def checkout(revision: str, root: Path) -> Path:
     return target
 
 
-_began_s = now_s()
-
-
-def say(what: str) -> None:
-    print(f"{now_s() - _began_s:6.1f} s  {what}", file=sys.stderr, flush=True)
-
-
 def show(phase: Phase) -> None:
     """Print the table of a phase, and what went wrong."""
     print(
@@ -111,10 +104,6 @@ def report(rows: list[Row], burst_s: list[float]) -> int:
     print(json.dumps(figures))
     errors = sum(row.refused + row.broken for row in rows if row.kind == "restart")
     return 1 if errors or any(totals.values()) else 0
-
-
-def ms(values_s: list[float], share: float) -> str:
-    return f"{np.quantile(values_s, share) * 1000:.0f} ms" if values_s else "-"
 
 
 def p99_ms(rows: list[Row], kind: str) -> float | None:

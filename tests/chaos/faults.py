@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.chaos.mesh import ChaosMesh
+from tests.chaos.mesh import BUSIEST, ChaosMesh
 
 FREEZE_S = 5.0
 CUT_S = 3.0
@@ -138,6 +138,30 @@ CLUSTER = [
 ]
 
 QUICK = [kill("worker-1"), kill("scheduler-1"), freeze("worker-2"), kill("nats-1"), moves("worker-1")]
+
+PICTURES = [  # twenty
+    kill(BUSIEST),
+    kill("scheduler-1"),
+    freeze(BUSIEST),
+    kill("nats-1"),
+    kill("gateway-1"),
+    moves(),
+    kill(BUSIEST),
+    freeze("gateway-2"),
+    kill("registry"),
+    freeze("scheduler-2"),
+    freeze("nats-1"),
+    kill(BUSIEST, BUSIEST),
+    cut("worker-1"),
+    freeze(BUSIEST),
+    silence("worker-3"),
+    kill(BUSIEST, "scheduler-2"),
+    cut("gateway-1"),
+    moves(BUSIEST),
+    kill(BUSIEST),
+    RESTART,
+]
+PICTURES_QUICK = [kill(BUSIEST), freeze(BUSIEST), kill("nats-1"), moves(BUSIEST)]
 
 
 def at_random(count: int, seed: int, *, nodes: int) -> list[Fault]:

@@ -273,18 +273,21 @@ class DurableLoad:
         draw = random.Random(f"{self._seed}-{tenant}-{number}")
         turn = 0
         while not self._stopping:
-            one = Durable(draw.randrange(len(self._asks)), tenant, f"job-{number}-{turn}")
+            await self.ask(draw.randrange(len(self._asks)), tenant, f"job-{number}-{turn}")
             turn += 1
-            self.sent.append(one)
-            headers = {"Nats-Msg-Id": f"{tenant}-{one.request_id}"}
-            body = orjson.dumps(self._asks[one.ask].body | {"request_id": one.request_id})
-            await self._insist(
-                lambda body=body, headers=headers: self._js.publish(subjects.requests(tenant), body, headers=headers)
-            )
-            deadline = now_s() + ASK_S
-            while one.result is None and now_s() < deadline:
-                await asyncio.sleep(0.3)  # time: between two looks
-                one.result = await self._look(tenant, one.request_id)
+
+    async def ask(self, i: int, tenant: str, request_id: str) -> Durable:
+        """Publish one request and wait for its result, for `ASK_S` at most."""
+        one = Durable(i, tenant, request_id)
+        self.sent.append(one)
+        headers = {"Nats-Msg-Id": f"{tenant}-{request_id}"}
+        body = orjson.dumps(self._asks[i].body | {"request_id": request_id})
+        await self._insist(lambda: self._js.publish(subjects.requests(tenant), body, headers=headers))
+        deadline = now_s() + ASK_S
+        while one.result is None and now_s() < deadline:
+            await asyncio.sleep(0.3)  # time: between two looks
+            one.result = await self._look(tenant, request_id)
+        return one
 
     async def _look(self, tenant: str, request_id: str) -> dict[str, Any] | None:
         for stream in (subjects.results_stream(tenant), subjects.STREAM_RESULTS):  # the second: where older versions keep them

@@ -11,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import orjson
 from nats.aio.client import Client as NatsClient
@@ -45,15 +48,40 @@ WORKER_SEATS = 256  # one worker carries the load of three, however slowly
 ROUTE_PINGS = 'ping_interval: "500ms", ping_max: 2'  # as docs/operations.md says
 MOVES_EVERY_S = 0.6  # after a heartbeat every worker has reported its requests
 NATS_BACK_S = 1.0  # from the death of a broker to its restart
+BUSIEST = "worker-busiest"  # stands for the worker with the most requests at the time of the fault
+_REQUESTS = re.compile(r"^motet_worker_requests\{.*\} (\S+)$", re.M)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a mesh serves: a model, its name in requests, its adapters, and the services' options for it."""
+
+    model: Path
+    base: str
+    adapters: Path
+    variants: int = 0  # more adapters: copies of so many with another scale
+    draws: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+TEXTS = Served(DEMO / "model", BASE, DEMO / "adapters", variants=VARIANTS)
 
 
 class MeshOptions:
-    """The number of each kind of process."""
+    """The number of each kind of process, and what they serve."""
 
     def __init__(
-        self, *, nodes: int = 1, workers: int = 3, gateways: int = 2, schedulers: int = 2, source: Path | None = None
+        self,
+        *,
+        nodes: int = 1,
+        workers: int = 3,
+        gateways: int = 2,
+        schedulers: int = 2,
+        source: Path | None = None,
+        served: Served = TEXTS,
     ) -> None:
         self.nodes, self.workers, self.gateways, self.schedulers = nodes, workers, gateways, schedulers
+        self.served = served
         self.env: dict[str, str] = {}  # of every service, besides its own
         self.source = source  # a checkout whose code the services run until they are restarted
 
@@ -95,11 +123,14 @@ class ChaosMesh:
 
     async def start(self) -> None:
         await self._start_nats()
-        adapters = make_adapters(self.directory / "adapters")
+        served = self.options.served
+        adapters = make_adapters(served, self.directory / "adapters")
         stack = _RelayedStack(
             StackOptions(
-                model=str(DEMO / "model"),
-                served_model_name=BASE,
+                model=str(served.model),
+                served_model_name=served.base,
+                draws=served.draws,
+                given=served.given,
                 adapters_dir=str(adapters),
                 data_dir=self.directory / "data",
                 workers=self.options.workers,
@@ -159,22 +190,23 @@ class ChaosMesh:
     async def move_requests(self, waves: int) -> int:
         """Move requests as a rebalancer does, but as many as possible. Returns how many moves were asked for.
 
-        Every request that a worker reports goes to another worker, `waves` times, also while the last assignments are still
-        under way; three in four with their KV blocks.
+        Every request that a worker has reported goes to another worker, `waves` times, also while the last assignments are
+        still under way; three in four with their KV blocks.
         """
         client, asked, turn = await self.connect(), 0, 0
         shown: dict[str, tuple[str, int]] = {}  # request id -> (worker, epoch)
+        heard: set[str] = set()  # workers
 
         async def hear(msg: Msg) -> None:
             said = decode(msg.data, WorkerState)
+            heard.add(said.worker_id)
             for brief in said.requests if isinstance(said, WorkerSnapshot) else said.changed:
                 shown[brief.request_id] = said.worker_id, brief.epoch
 
         await client.subscribe(subjects.WORKER_STATES, cb=hear)
         for _ in range(waves):
-            shown.clear()
             await asyncio.sleep(MOVES_EVERY_S)  # time: between two waves
-            workers = sorted({worker_id for worker_id, _ in shown.values()})
+            workers = sorted(heard)
             for request_id, (worker_id, epoch) in shown.items():
                 others = [one for one in workers if one != worker_id]
                 if others:
@@ -203,8 +235,21 @@ class ChaosMesh:
     def child(self, name: str) -> Child:
         return next(child for child in self.stack.children if child.name == name)
 
+    async def busiest(self) -> str:
+        """The worker with the most requests."""
+
+        async def requests(name: str) -> float:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with aiohttp.request("GET", f"{self.child(name).ops_url}/metrics") as answer:
+                    return sum(map(float, _REQUESTS.findall(await answer.text())))
+            return -1.0
+
+        workers = [name for name in self.stack.names() if name.startswith("worker")]
+        return max(zip(await asyncio.gather(*map(requests, workers)), workers, strict=True))[1]
+
     async def kill(self, name: str) -> None:
         """SIGKILL. A broker is started again after `NATS_BACK_S`, anything else by the supervisor."""
+        name = await self.busiest() if name == BUSIEST else name
         self.killed.setdefault(name, []).append(asyncio.get_running_loop().time())
         if name not in self.nats:
             self.child(name).signal(signal.SIGKILL)
@@ -215,6 +260,7 @@ class ChaosMesh:
 
     async def freeze(self, name: str, for_s: float) -> None:
         """SIGSTOP, and SIGCONT after `for_s`."""
+        name = await self.busiest() if name == BUSIEST else name
         pid = self.nats[name].pid if name in self.nats else self.child(name).pid
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(for_s)  # time: how long the fault lasts
@@ -274,12 +320,12 @@ class ChaosMesh:
         return self.stack.data_dir / "logs" / f"{name}.log"
 
 
-def make_adapters(directory: Path) -> Path:
-    """The demo's adapters and `VARIANTS` more."""
-    own = sorted((DEMO / "adapters").iterdir())
+def make_adapters(served: Served, directory: Path) -> Path:
+    """The adapters of what is served, with their variants."""
+    own = sorted(path for path in served.adapters.iterdir() if path.is_dir())
     for source in own:
         shutil.copytree(source, directory / source.name)
-    for source in own[:VARIANTS]:
+    for source in own[: served.variants]:
         target = directory / f"{source.name}-strong"
         shutil.copytree(source, target)
         config: dict[str, Any] = orjson.loads((target / "adapter_config.json").read_bytes())

@@ -19,7 +19,7 @@ QUIET_LIMIT = 48  # questions at once in the quiet run
 LASTS_S = 20.0  # a fault that takes longer is a restart of one process after the other
 RESUMED_TOKENS = 115  # what a resumed request of this load has to compute again, on average
 BREAK_S = 3.0  # a connection of a dead gateway breaks within this
-_RESUMING = re.compile(r"resuming request_id=(?:chat)?cmpl-(\S+)-\d+ ")  # the prefix is not in X-Request-Id
+_RESUMING = re.compile(r"resuming request_id=(?:(?:chat)?cmpl|img)-(\S+)-\d+ ")  # the prefix is not in X-Request-Id
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Phase:
     trouble: list[str]
 
 
-class _Books:
+class Books:
     """Counts what went wrong, in the row of the last fault before the answer ended."""
 
     def __init__(self, injected: list[Injected], rows: list[Row]) -> None:
@@ -142,14 +142,14 @@ async def _hurt(mesh: ChaosMesh, load: LoadOptions, faults: list[Fault], say: Ca
     injected, rows = [], []
     for fault in faults:
         await eventually(lambda: streams.flowing() >= 0.7 * load.streams, within_s=60, every_s=0.1)
-        one, row = await _inject(mesh, streams, fault, load.settle_s)
+        one, row = await inject(mesh, streams.attempts, fault, load.settle_s)
         injected.append(one)
         rows.append(row)
         say(f"{fault.name}: {row.in_flight} in flight, whole again after {row.healed_s:.1f} s")
     await streams.stop()
     await durable.stop()
     say("the load has ended; comparing")
-    books = _Books(injected, rows)
+    books = Books(injected, rows)
     for one, row in zip(injected, rows, strict=True):
         _pauses(one, row, streams.attempts)
         row.refused = sum(a.outcome == "refused" and one.at_s <= a.ended_s < one.until_s for a in streams.attempts)
@@ -160,7 +160,8 @@ async def _hurt(mesh: ChaosMesh, load: LoadOptions, faults: list[Fault], say: Ca
     return Phase(rows, len(streams.attempts), len(durable.sent), refused, burst, books.trouble)
 
 
-async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault, settle_s: float) -> tuple[Injected, Row]:
+async def inject(mesh: ChaosMesh, attempts: list[Attempt], fault: Fault, settle_s: float) -> tuple[Injected, Row]:
+    """Let a fault happen and wait until the mesh is whole again and `settle_s` have passed."""
     gateways = [name for name in mesh.stack.names() if name.startswith("gateway")]
     offsets = {name: _size(mesh.log(name)) for name in gateways}
     one = Injected(fault, now_s())
@@ -172,7 +173,7 @@ async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault, settle_s: flo
     one.until_s = now_s()
     for name in gateways:
         one.resumed |= set(_RESUMING.findall(_read_from(mesh.log(name), offsets[name])))
-    in_flight = sum(attempt.in_flight(one.at_s) for attempt in streams.attempts)
+    in_flight = sum(attempt.in_flight(one.at_s) for attempt in attempts)
     return one, Row(fault.name, fault.kind, in_flight, len(one.resumed), healed_s=healed_s)
 
 
@@ -192,7 +193,7 @@ def _pauses(one: Injected, row: Row, attempts: list[Attempt]) -> None:
     )
 
 
-def _judge_streams(mesh: ChaosMesh, books: _Books, right: dict[int, Answer], attempts: list[Attempt]) -> None:
+def _judge_streams(mesh: ChaosMesh, books: Books, right: dict[int, Answer], attempts: list[Attempt]) -> None:
     for attempt in attempts:
         who = attempt.request_id or "not accepted"
         if attempt.outcome == "done":
@@ -207,7 +208,7 @@ def _judge_streams(mesh: ChaosMesh, books: _Books, right: dict[int, Answer], att
                 books.note("lost", attempt.ended_s, f"{who}: {attempt.reason}")
 
 
-async def _judge_durable(books: _Books, right: dict[int, Answer], durable: DurableLoad) -> None:
+async def _judge_durable(books: Books, right: dict[int, Answer], durable: DurableLoad) -> None:
     counts = await durable.results()
     now = now_s()
     for one in durable.sent:
@@ -221,7 +222,7 @@ async def _judge_durable(books: _Books, right: dict[int, Answer], durable: Durab
             _judge_result(books, right, one, who, now)
 
 
-def _judge_result(books: _Books, right: dict[int, Answer], one: Durable, who: str, now: float) -> None:
+def _judge_result(books: Books, right: dict[int, Answer], one: Durable, who: str, now: float) -> None:
     assert one.result is not None
     try:
         books.compare(right[one.ask], answer_of(one.result), now, who)

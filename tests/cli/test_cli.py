@@ -17,6 +17,7 @@ from motet.shared.config import fields
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = tuple(COMMANDS["Single services"])
+LOCKS = [f"requirements{part}.txt" for part in ("-mesh", "", "-torch", "-images", "-dev")]
 
 
 def motet(*words: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
@@ -108,7 +109,7 @@ def test_the_shell_completes_options_and_their_values() -> None:
 
     assert "status" in complete("motet st")
     assert "--max-running" in complete("motet up --max-r")
-    assert complete("motet up --engine ") == ["native", "vllm"]
+    assert complete("motet up --engine ") == ["native", "vllm", "images"]
 
 
 @pytest.mark.parametrize(
@@ -129,19 +130,26 @@ def test_an_unknown_word_is_answered_with_the_one_that_it_resembles(words: tuple
 
 def test_the_locks_pin_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    parts = ("requirements-mesh.txt", "requirements.txt", "requirements-torch.txt", "requirements-dev.txt")
-    mesh, worker, torch, dev = (pins(name) for name in parts)
+    mesh, worker, torch, images, dev = (pins(name) for name in LOCKS)
     run = mesh | worker | torch
     assert not any(pin.startswith("torch==") for pin in mesh), "services without an engine do without it"
     pinned = {name: version for name, version in (pin.split("==") for pin in run)}
     for need in map(Requirement, project["dependencies"]):
         assert need.specifier.contains(pinned[need.name]), f"requirements.txt lacks {need}: `make lock`"
     extras = project["optional-dependencies"]
+    pinned |= {name: version for name, version in (pin.split("==") for pin in images)}
+    for need in map(Requirement, extras["images"]):
+        assert need.specifier.contains(pinned[need.name]), f"requirements-images.txt lacks {need}: `make lock`"
     pinned |= {name: version for name, version in (pin.split("==") for pin in dev)}
     for need in map(Requirement, extras["plots"]):
         assert need.specifier.contains(pinned[need.name]), f"requirements-dev.txt lacks {need}: `make lock`"
-    assert set(extras["dev"]) <= run | dev, "requirements-dev.txt is older than pyproject.toml"
-    assert all(line.count("==") == 1 for line in run | dev)
+    assert set(extras["dev"]) <= run | images | dev, "requirements-dev.txt is older than pyproject.toml"
+    assert all(line.count("==") == 1 for line in run | images | dev)
+
+
+def test_each_package_is_pinned_in_one_lock() -> None:
+    names = [pin.split("==")[0] for lock in LOCKS for pin in pins(lock)]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
 
 
 def pins(name: str) -> set[str]:
@@ -150,6 +158,6 @@ def pins(name: str) -> set[str]:
 
 
 def test_every_locked_file_but_torchs_has_hashes() -> None:
-    for name in ("requirements-mesh.txt", "requirements.txt", "requirements-dev.txt"):
+    for name in set(LOCKS) - {"requirements-torch.txt"}:
         text = (ROOT / name).read_text()
         assert all(f"{pin} \\\n    --hash=sha256:" in text for pin in pins(name)), name

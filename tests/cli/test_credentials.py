@@ -15,6 +15,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from motet.cli import credentials
 from motet.cli.nats_server import NatsServer, binary
+from motet.services.gateway.owner.picture_files import PictureFiles
 from motet.shared import subjects
 from motet.shared.audit import Audit, AuditEvent
 from motet.shared.bus import Bus, encode
@@ -43,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
     async def prepare() -> None:
         registry = await connect_as(server, "registry")
-        await provision(registry, tenants=TENANTS, tenant_bytes=64 << 20)
+        await provision(registry, tenants=TENANTS, tenant_bytes=64 << 20, picture_ttl_s=3600.0)
         await registry.close()
 
     asyncio.run(prepare())
@@ -273,6 +274,13 @@ async def test_an_upload_goes_from_a_gateway_to_the_registry(bus_of: Callable[[s
     here = await (await bus_of("registry")).object_store(subjects.UPLOADS)
     assert (await here.get("upload-1")).data == b"y" * 200_000
     await here.delete("upload-1")
+
+
+async def test_a_gateway_keeps_pictures_which_other_gateways_serve(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    here, there = PictureFiles(await bus_of("gateway")), PictureFiles(await bus_of("gateway"))
+    for use in ("url", "res"):
+        kept = await here.keep("acme", use, b"z" * 300_000, "png")
+        assert (await there.read("acme", kept)).data == b"z" * 300_000
 
 
 @pytest.mark.parametrize("tenant", TENANTS)

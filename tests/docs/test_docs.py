@@ -15,7 +15,8 @@ import yaml
 from motet.cli.up import up
 from motet.services.gateway.config import GatewayConfig
 from motet.services.worker.config import WorkerConfig
-from motet.services.worker.native.thread import NATIVE
+from motet.services.worker.engines.thread import NATIVE
+from motet.services.worker.image_engine.opening import DRAWS
 from motet.services.worker.vllm_engine.engine import POOLING, VLLM
 from motet.shared import subjects
 from motet.shared.config import fields
@@ -73,12 +74,13 @@ def test_the_nats_documents_are_valid_and_name_the_subjects_in_use() -> None:
 def test_the_engines_page_says_what_the_engines_declare() -> None:
     page = {row[0]: row[1:] for row in table(ROOT / "docs" / "engines.md", "# Engines")}
     yes = {True: "yes", False: "no"}
-    for column, serves in enumerate((NATIVE, VLLM)):
+    for column, serves in enumerate((NATIVE, VLLM, DRAWS)):
         said = {name: cells[column] for name, cells in page.items()}
         assert said["structured outputs"] == yes["structured" in serves]
         assert said["log-probabilities of prompts"] == yes["prompt_logprobs" in serves]
         assert said["images in chats"] == ("yes, where the model takes them" if serves is VLLM else "no")
         assert said["embeddings (`/v1/embeddings`)"] == ("yes, with a pooling model" if serves is VLLM else "no")
+        assert said["pictures (`/v1/images/generations`, `/v1/images/edits`)"].startswith(yes["draws" in serves])
         assert "embeddings" not in serves and "embeddings" in POOLING
 
 

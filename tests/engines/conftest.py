@@ -18,8 +18,8 @@ from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.model_config import read_model_config
 from motet.services.worker.engines.protocol import EngineProtocol
 from motet.services.worker.engines.request import EngineRequest, StepReport
+from motet.services.worker.engines.thread import EngineThread
 from motet.services.worker.native.engine import Engine
-from motet.services.worker.native.thread import EngineThread
 from motet.services.worker.vllm_engine.core import VllmOptions
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter

@@ -62,7 +62,7 @@ class HostAdapter:
             file.write(packed.arena.view(torch.uint8).numpy().data)
         self.memory = mmap.mmap(self.fd, 0, access=mmap.ACCESS_COPY)
         arena = torch.frombuffer(self.memory, dtype=dtype, offset=self.data_start)
-        self.packed = PackedLora(arena, packed.table, packed.pages, packed.scales, packed.shapes, packed.layers)
+        self.packed = PackedLora(arena, packed.table, packed.pages, packed.scales, packed.shapes, packed.layers, packed.counts)
 
     def __del__(self) -> None:
         os.close(self.fd)

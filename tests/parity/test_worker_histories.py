@@ -154,8 +154,8 @@ class Live:
         for action in actions:
             if isinstance(action, Start):
                 request = action.entry.payload
-                if action.entry.adapter is not None:
-                    request = msgspec.structs.replace(request, weights=self.adapters[action.entry.adapter.digest])
+                if action.entry.adapters:
+                    request = msgspec.structs.replace(request, weights=self.adapters[action.entry.adapters[0].digest])
                 self.engine.add(request, now_ms / 1e3)
             elif isinstance(action, Load):
                 size, took_ms = action.adapter.size_bytes, DISK_MS if action.source == "disk" else STORE_MS
@@ -178,7 +178,7 @@ def assignments(
         )
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=int(workload.output_tokens[i]))
         request = EngineRequest.local(str(i), prompt, sampling, gateway_id="g", arrival_s=at_ms / 1e3)
-        made.append((at_ms, Assign(brief, "g", ref, request)))
+        made.append((at_ms, Assign(brief, "g", (ref,) if ref is not None else (), request)))
     return made
 
 

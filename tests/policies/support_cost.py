@@ -42,16 +42,24 @@ def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[
     opened_s = next((since_s for r, since_s in worker.requests if r.phase != "running"), -inf)
     began_s = next((since_s for r, since_s in reversed(worker.requests) if r.phase == "running"), -inf)
 
-    step = decode_ms(perf, n + 1.0, lora_load(kernel, [*ranks, rank]))
-    d_step = step - decode_ms(perf, float(n), lora_load(kernel, ranks))
+    rows, loads = [r.rows for r in requests], [r.rows * r.rank for r in requests]
+    if kernel == "mbgmv":
+        before, after = sum(loads), sum(loads) + ask.rows * rank
+    else:
+        before, after = lora_load(kernel, ranks), lora_load(kernel, [*ranks, rank])
+    step = decode_ms(perf, sum(rows) + ask.rows, after)
+    d_step = step - decode_ms(perf, float(sum(rows)), before)
     queued_ms = prefill_ms(perf, float(queue_tokens), lora_load(kernel, [r.rank for r in queue]))
     joined = prefill_ms(perf, float(queue_tokens + tokens), lora_load(kernel, [*(r.rank for r in queue), rank]))
     alone = prefill_ms(perf, float(tokens), float(rank))
     joins = max(0.0, 1.0 - (now_s - opened_s) * 1000 / step)
 
-    used = not ask.adapter or any(r.adapter_digest == ask.adapter for r in requests)
-    copy = 0.0 if used or worker.tier == "device" else load_ms(perf, ask.adapter_bytes)
-    fetch = 0.0 if used or worker.tier in ("device", "host") else fetch_ms(perf, ask.adapter_bytes)
+    copy = fetch = 0.0
+    for digest, size_bytes in [(ask.adapter, ask.adapter_bytes), *ask.more] if ask.adapter else []:
+        used = any(digest in r.adapter_digests for r in requests)
+        tier = worker.tier if digest == ask.adapter else None
+        copy += 0.0 if used or tier == "device" else load_ms(perf, size_bytes)
+        fetch += 0.0 if used or tier in ("device", "host") else fetch_ms(perf, size_bytes)
     stall = alone + joins * (joined - queued_ms - alone) + (copy if limits.copies == "stall" else 0.0)
     fading = YOUNG_STEPS * step / 1000
     missed = (1 - joins) * YOUNG_EACH * len(queue)
@@ -70,5 +78,7 @@ def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[
     wait = joined - saved + (copy if limits.copies != "bridged" else 0.0) + fetch + room
     tpot = step + n * perf.prefill_base_ms / avg_resp_len
     tightest = min((r.tpot_slo_ms for r in requests if r.tpot_slo_ms), default=inf)
+    whole = wait + 0.5 * step + out * tpot
     excess = [(wait + 0.5 * step) / ask.ttft_slo_ms - 1, tpot / ask.tpot_slo_ms - 1, tpot / tightest - 1]
+    excess.append(whole / ask.e2e_slo_ms - 1)
     return others + tpot + wait / out + PENALTY_MS * sum(max(0.0, share) for share in excess), max(excess)

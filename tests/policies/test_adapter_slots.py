@@ -114,3 +114,18 @@ def test_accounts_add_up_after_any_sequence_of_operations(seed: int) -> None:
             slots.release(digest)
             users[digest] -= 1
         slots.check(+users)
+
+
+def test_several_adapters_are_acquired_at_once_or_not_at_all():
+    slots = AdapterSlots(3, 300)
+    assert [grant.load for grant in slots.acquire_all([("a", 100), ("b", 100)]) or []] == [True, True]
+    assert slots.acquire_all([("a", 100), ("c", 100), ("d", 100)]) is None
+    slots.check({"a": 1, "b": 1})
+    slots.release("a")
+    slots.release("b")
+    grants = slots.acquire_all([("c", 100), ("d", 100), ("b", 100)])  # b stays, though it is idle when c needs room
+    assert grants is not None and [grant.load for grant in grants] == [True, True, False]
+    assert [digest for grant in grants for digest, _ in grant.evicted] == ["a"]
+    slots.check({"b": 1, "c": 1, "d": 1})
+    assert slots.acquire_all([("b", 100), ("e", 1)]) is None and slots.acquire_all([]) == []
+    slots.check({"b": 1, "c": 1, "d": 1})

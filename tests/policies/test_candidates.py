@@ -132,6 +132,25 @@ def test_a_pooling_model_gets_the_requests_for_embeddings_and_no_others():
     assert who(state, ask()) == ["odd"]
 
 
+def test_a_worker_that_draws_gets_the_requests_for_pictures_and_no_others():
+    state = cluster(capabilities=("draws",))
+    assert who(state, ask()) == ["ok"]
+    assert who(state, ask(needs={"draws": "model"})) == ["odd"]
+    assert who(state, ask(needs={"embeddings": "model"})) == []
+    state.drop_worker("ok")
+    found = screen(state, ask(), NOW_S, STALE_S)
+    assert (who(state, ask()), found.rejected, found.exclusive) == ([], {"capability": 1}, ("draws",))
+    state.put_worker("odd", worker_limits(), PERF)  # restarted with another model
+    state.heard("odd", NOW_S, kv_blocks_free=512, draining=False)
+    assert who(state, ask()) == ["odd"] and who(state, ask(needs={"draws": "model"})) == []
+
+
+def test_of_several_adapters_the_largest_rank_must_fit_and_not_their_sum():
+    state = cluster(max_lora_rank=16)
+    assert who(state, ask(rank=40, largest_rank=16)) == ["odd", "ok"]
+    assert who(state, ask(rank=40, largest_rank=17)) == ["ok"]
+
+
 def test_an_input_of_an_embedding_may_fill_the_context():
     state = cluster(capabilities=("embeddings",), max_model_len=100)
     assert who(state, ask(needs={"embeddings": "model"}, tokens=100)) == ["odd"]

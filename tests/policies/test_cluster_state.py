@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from math import inf
 
+import pytest
+
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.holders import IN_USE, ON_DEVICE, ON_HOST
 from motet.policies.cluster.worker_load import tokens_left, tokens_to_prefill
@@ -12,8 +14,10 @@ from motet.shared.model import RequestBrief
 from tests.support_worker import PERF, worker_limits
 
 
-def brief(request_id: str, rank: int = 0, phase="waiting", *, prompt=10, output=0, predicted=20, tpot=0.0) -> RequestBrief:
-    return RequestBrief(request_id, 0, f"d{rank}" if rank else "", rank, prompt, output, predicted, phase, tpot)
+def brief(
+    request_id: str, rank: int = 0, phase="waiting", *, prompt=10, output=0, predicted=20, tpot=0.0, **more
+) -> RequestBrief:
+    return RequestBrief(request_id, 0, f"d{rank}" if rank else "", rank, prompt, output, predicted, phase, tpot, **more)
 
 
 def assert_aggregates_are_true(state: ClusterState) -> None:
@@ -30,6 +34,10 @@ def assert_aggregates_are_true(state: ClusterState) -> None:
         assert row["queue_max_rank"] == max((r.rank for r in queue), default=0)
         assert row["queue_tokens"] == sum(map(tokens_to_prefill, queue))
         assert row["exists"] == len(requests)
+        assert row["exists"] + row["extra_rows"] == sum(r.rows for r in requests)
+        load = sum(r.rows * r.rank for r in requests)
+        rows_ms = PERF.decode_row_ms * sum(r.rows for r in requests)
+        assert row["step_ms"] == pytest.approx(PERF.decode_base_ms + rows_ms + PERF.decode_lora_ms * load)
         to_come = sum(map(tokens_left, queue)) + sum(map(tokens_left, running)) / 2
         assert row["kv_tokens_promised"] == row["queue_tokens"] + to_come
         assert row["tightest_tpot_ms"] == min((r.tpot_slo_ms for r in requests if r.tpot_slo_ms), default=inf)
@@ -52,6 +60,7 @@ def test_aggregates_stay_true_over_random_changes():
             output=draw.randrange(50),
             predicted=draw.randrange(50),
             tpot=draw.choice([0.0, 50.0, 200.0]),
+            rows=draw.choice([1.0, 1.0, 0.5, 2.0, 8.0]),
         )
         if what < 0.6:
             state.put_request(worker_id, made)
@@ -122,6 +131,8 @@ def test_where_adapters_are_stays_true_over_random_changes():
         if worker_id not in state:
             state.put_worker(worker_id, worker_limits(), PERF)
         made = brief(f"r{draw.randrange(4)}", draw.choice([0, 4, 8]), draw.choice(["waiting", "running"]))
+        if made.rank and draw.random() < 0.5:
+            made.more = ("d4",) if made.rank == 8 else ("d8",)
         match what:
             case 0 | 1:
                 state.put_request(worker_id, made)
@@ -140,7 +151,7 @@ def test_where_adapters_are_stays_true_over_random_changes():
         for one in ("d4", "d8"):
             expected = {}
             for w in state.workers():
-                used = any(r.adapter_digest == one for r in state.requests(w).values())
+                used = any(one in r.adapter_digests for r in state.requests(w).values())
                 bits = tiers.get(state.adapters(w).get(one, "disk"), 0) | (IN_USE if used else 0)
                 if bits:
                     expected[w] = bits

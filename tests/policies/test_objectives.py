@@ -247,3 +247,35 @@ def test_shares_are_forgotten_with_the_requests():
         state.drop_request("a", name)
     load = state.load(state.row("a"))
     assert load.tenants == {} and all((b.running, b.queued, b.queue_tokens) == (0, 0, 0) for b in load.bands)
+
+
+def drawn(number: int, rows: float = 8.0) -> RequestBrief:
+    return RequestBrief(f"p{number}", 0, "", 0, 77, 0, 31, "running", 0.0, 0.0, rows=rows)
+
+
+def picture(**more):
+    return asked(BATCH, **{"needs": {"draws": "model"}, "tpot_slo_ms": BATCH, "out_tokens": 31, "rows": 8.0} | more)
+
+
+def test_an_objective_for_the_whole_answer_refuses_what_would_be_done_too_late():
+    state = cluster("a", max_running=8, capabilities=("draws",))
+    for number in range(4):
+        state.put_request("a", drawn(number))
+    assert admit(state, picture()).worker_id == admit(state, picture(e2e_slo_ms=2000.0)).worker_id == "a"
+    # steps of 10 + 5 * 8 * 0.2 ms: 31 of them take 560 ms, and 380 ms without the others
+    late = admit(state, picture(e2e_slo_ms=500.0))
+    assert late.worker_id is None and late.late_s > 0
+    assert admit(state, picture(e2e_slo_ms=500.0), admission="room").breaks_slo
+    assert admit(state, picture(e2e_slo_ms=300.0)).worker_id == "a", "no worker can keep it, so it is no reason"
+
+
+def test_rows_count_where_a_time_per_step_is_an_objective():
+    state = cluster("a", max_running=8, capabilities=("draws",))
+    for number in range(4):
+        state.put_request("a", drawn(number))
+    fine, tight = picture(tpot_slo_ms=25.0), picture(tpot_slo_ms=14.0)  # alone it takes 11.6 ms, with the others 18
+    assert admit(state, fine).worker_id == "a" and admit(state, tight).worker_id is None
+    small = cluster("a", max_running=8, capabilities=("draws",))
+    for number in range(4):
+        small.put_request("a", drawn(number, rows=0.5))
+    assert admit(small, picture(tpot_slo_ms=14.0)).worker_id == "a"

@@ -42,6 +42,8 @@ def drawn(draw: random.Random, kernels: list[Kernel]) -> Seen:
             f"r{number}", 0, draw.choice(["", "d", "e"]), draw.choice([0, 8, 64]), draw.randint(1, 300), 0,
             draw.randint(1, 300), phase, draw.choice([0.0, 20.0, 60.0]),
         )  # fmt: skip
+        if kernels == ["mbgmv"] and draw.random() < 0.5:  # image workers have that kernel
+            brief.rows, brief.more = draw.choice([0.5, 2.0, 8.0]), ("e", "f") if brief.adapter_digest == "d" else ()
         requests.append((brief, NOW_S - draw.uniform(0.0, 0.2)))
     return Seen(
         limits=limits,
@@ -90,6 +92,9 @@ def test_all_workers_at_once_cost_what_the_formula_says_of_each(kernels: list[Ke
         adapter=draw.choice(["", "d"]),
         adapter_bytes=draw.randint(0, 64 * MIB),
         travels=draw.choice([True, False]),
+        rows=draw.choice([1.0, 1.0, 4.0]) if kernels == ["mbgmv"] else 1.0,
+        more=draw.choice([(), (("e", MIB), ("f", 2 * MIB))]),
+        e2e_slo_ms=draw.choice([2000.0, inf]),
     )
     most = (tokens - 1) // 64 * 64
     workers = [replace(one, cached_tokens=min(one.cached_tokens, most)) for one in workers]

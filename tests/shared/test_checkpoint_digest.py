@@ -40,3 +40,20 @@ def test_other_weights_of_the_same_size_another_name_and_another_config_have_ano
         change()
         seen.add(checkpoint_digest(checkpoint))
     assert len(seen) == 5
+
+
+def test_the_digest_of_an_image_checkpoint_covers_every_part(tmp_path: Path):
+    for part in ("unet", "vae"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text('{"act_fn": "silu"}')
+        (tmp_path / part / "diffusion_pytorch_model.safetensors").write_bytes(bytes(FILE_BYTES))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    seen = {checkpoint_digest(tmp_path)}
+    for change in (
+        lambda: (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(bytes([1]) * FILE_BYTES),
+        lambda: (tmp_path / "unet" / "config.json").write_text('{"act_fn": "gelu"}'),
+        lambda: (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionInpaintPipeline"}'),
+    ):
+        change()
+        seen.add(checkpoint_digest(tmp_path))
+    assert len(seen) == 4

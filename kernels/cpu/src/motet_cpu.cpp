@@ -17,6 +17,7 @@
 #include "merge.h"
 #include "packing.h"
 #include "probes.h"
+#include "site_lora.h"
 #include "team.h"
 
 using namespace motet;
@@ -143,6 +144,10 @@ void motet_gemm(Engine* engine, int64_t type, const Matrix* w, int64_t count, co
 void motet_lora(Engine* engine, int64_t type, const Pool* pool, const int32_t* row_slot, int64_t rows, int64_t layer, int64_t layers,
                 int64_t group, int64_t groups, const float* x, float* y, int64_t which) {
   BY_TYPE(type, run_lora<T>(*pool, row_slot, rows, layer, layers, (int)group, (int)groups, x, y, which, engine->workspace, engine->team))
+}
+// One class at one of its sites; x [rows, in] and y [rows, out].
+void motet_site_lora(const SiteBatch* batch, int64_t type, int64_t group, int64_t site, const float* x, float* y) {
+  BY_TYPE(type, run_site_lora<T>(*batch, group, site, x, y))
 }
 // `kv_type`: that of the cache of one layer, a Model's `type` or I8.
 void motet_attention(Engine* engine, int64_t kv_type, const Step* step, const float* qkv, void* kv, int64_t layers, int64_t layer_bytes,

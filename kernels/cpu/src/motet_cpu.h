@@ -39,6 +39,27 @@ struct Pool {
   int32_t* loaded_layers;  // [slots]: layers that may be read; grows while a Loader copies, see loader.h
 };
 
+// Classes of sites of an image model, each with its own number of sites.
+struct SitePool {
+  const void* arena;
+  const int64_t* table;  // [slots, classes, max_pages]
+  const int32_t* pages;  // [slots, classes]
+  const float* scales;   // [slots, classes, max_sites]
+  const int64_t *in, *out;  // [classes]
+  int64_t classes, max_pages, max_sites;
+};
+
+// A step's rows by adapter, in blocks; see site_lora.h.
+struct SiteBatch {
+  SitePool pool;
+  const int32_t* order;   // rows that have adapters
+  const int32_t* starts;  // [blocks + 1] where in `order` a block begins
+  const int32_t* slots;   // [blocks, adapters], -1 for none
+  const float* weights;   // [blocks, adapters]
+  int64_t blocks, adapters, threads;
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel of torch, or null
+};
+
 struct Model {
   int64_t type;  // of embed and adapters: F32, BF16 or F16
   int64_t hidden, heads, kv_heads, head_dim, mlp, vocab, layers;

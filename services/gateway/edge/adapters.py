@@ -46,8 +46,12 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     older_versions: Annotated[list[OlderVersion], Meta(description="Kept earlier versions of the name, the newest first.")]
     base_model: str
     rank: int
-    modules: tuple[str, ...]
-    layers: int
+    modules: Annotated[
+        tuple[str, ...], Meta(description="What it changes: modules, or of an image adapter the roles of its sites.")
+    ]
+    layers: Annotated[int, Meta(description="How many layers it changes; 0 for an image adapter.")]
+    family: Annotated[str | None, Meta(description="Of an image adapter's base model: sd15, sd2, sdxl; null for text.")]
+    sites: Annotated[int | None, Meta(description="Of an image adapter: how many layers and convolutions it changes.")]
     dtype: str
     size_bytes: int
     tenant: Annotated[str | None, Meta(description="Tenant that the adapter belongs to; null: shared by all.")]
@@ -100,6 +104,8 @@ def resource(gateway: Gateway, info: AdapterInfo, chat: AdapterChat | None = Non
         rank=version.rank,
         modules=version.modules,
         layers=version.layers,
+        family=version.family or None,
+        sites=version.sites or None,
         dtype=version.dtype,
         size_bytes=version.size_bytes,
         tenant=entry.tenant or None,

@@ -85,9 +85,9 @@ class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/adapters. Exactly one of `path`, `hub_id`, `source` and `alias_of` names the source of the adapter."""
 
     name: Annotated[str, Meta(min_length=1, max_length=ADAPTER_NAME_CHARS, description=f"its name: {ADAPTER_NAME_RULE}")]
-    path: (
-        Annotated[str, Meta(description="a directory or archive on the server, below one of its `--adapter-roots`")] | None
-    ) = None
+    path: Annotated[str, Meta(description="a directory or file on the server, below one of its `--adapter-roots`")] | None = (
+        None
+    )
     hub_id: Annotated[str, Meta(description="a Hugging Face id, `owner/name` or `owner/name@revision`")] | None = None
     source: (
         Annotated[str, Meta(pattern=SOURCE, description="a place of any kind that the registry knows, `kind:location`")] | None

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from motet.services.gateway.config import MAX_BODY_BYTES
-from motet.services.gateway.edge import adapters_api, front, keys_api
+from motet.services.gateway.edge import adapters_api, front, images_api, keys_api
 from motet.services.gateway.edge.guard import Guard
 from motet.services.gateway.edge.http import (
     Entrance,
@@ -43,7 +43,11 @@ from motet.shared.service import health as service_health
 
 REASONS_HIDDEN = "the reasons are shown to an API key with the role admin"
 VERSION = installed_version("motet")
-ROUTES: list[Callable[[APIRouter, Gateway, Description], None]] = [adapters_api.add_routes, keys_api.add_routes]
+ROUTES: list[Callable[[APIRouter, Gateway, Description], None]] = [
+    adapters_api.add_routes,
+    images_api.add_routes,
+    keys_api.add_routes,
+]
 """What adds routes that ask for an API key, if keys are used. Plug-ins add theirs (docs/extending.md)."""
 
 
@@ -87,6 +91,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.post("/tokenize", **of("Tokens of a text.", Tokens, 404, 429, body=TokenizeRequest, body_schema=tokenizable))
     async def tokenize(request: Request) -> Response:
         raw, prompts, lane = await read_body(request, MAX_BODY_BYTES), gateway.prompts, gateway.lanes.counting
+        gateway.preparer.check_kind(draws=False)
         asked, tenant = await parsed_in(lane, tokenizing.parse_tokenize, raw, request), request.state.tenant
         profile = gateway.preparer.profile(gateway.preparer.adapter(asked.model, tenant))
         tools = bool((asked.chat_template_kwargs or {}).get("tools"))
@@ -108,6 +113,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.post("/detokenize", **of("Text of tokens.", Text, 404, 429, body=DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         raw, lane = await read_body(request, MAX_BODY_BYTES), gateway.lanes.counting
+        gateway.preparer.check_kind(draws=False)
         asked = await parsed_in(lane, tokenizing.parse_detokenize, raw, request)
         gateway.preparer.adapter(asked.model, request.state.tenant)
         text = await lane.run(lambda: gateway.prompts.text(asked.tokens), len(raw), request.state.tenant)
@@ -163,6 +169,7 @@ def _add_kind(api: APIRouter, requests: Requests, kind: Kind, description: Descr
         *(404, 409, 422, 429, 504),
         body=kind.request,
         body_schema=with_unserved(kind.unserved),
+        form=kind.form,
         chunk=kind.chunk,
         generates=True,
     )

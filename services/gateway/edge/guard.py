@@ -8,7 +8,8 @@ any web page. Three rules keep pages out; each alone suffices against a browser 
   made to resolve to this address (DNS rebinding) still sends its own name. Checked when no key is needed on a loopback
   address.
 - Content type: bodies must be sent as JSON (`http.read_body`). A page can send other types to another site without
-  permission; for JSON the browser first sends a preflight, which is refused. This rule also applies with API keys.
+  permission; for JSON the browser first sends a preflight, which is refused. This rule also applies with API keys. Uploads of
+  adapters and edits of pictures may also be forms, which the other two rules keep from foreign pages.
 """
 
 from __future__ import annotations

@@ -122,15 +122,27 @@ def too_large(request: Request, message: str, param: str | None = None) -> TooLa
     return unread(request, TooLarge(message, param=param))
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body of a request whose content type is JSON.
+FORM_TYPE = "multipart/form-data"
+
+
+def is_form(request: Request) -> bool:
+    """Whether the body of a request is a form with files."""
+    return _content_type(request) == FORM_TYPE
+
+
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def read_body(request: Request, max_bytes: int, *, form: bool = False) -> bytes:
+    """The whole body of a request whose content type is JSON, or with `form` a form with files.
 
     It counts as held until `request.state.body.release()`, or until the request ends.
     Raises UnsupportedMediaType, TooLarge as soon as the body is known to be longer than `max_bytes`, or Overloaded when the
     bodies of this tenant have their share of `BODIES_BYTES_MAX`.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    kind = _content_type(request)
+    if kind != "application/json" and not (form and kind == FORM_TYPE):
         given = f"not {kind!r}" if kind else "and names none"
         raise UnsupportedMediaType(
             f"the body must be sent as application/json, {given}: add the header `Content-Type: application/json`",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from motet.services.gateway.edge.adapters import created_unix_ms, public_source, shown_source
 from motet.services.gateway.edge.parts import Gateway
@@ -40,6 +40,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     parent: Annotated[str | None, Meta(description="The base model of an adapter.")] = None
     max_model_len: int | None = None
     permission: list[ModelPermission]
+    family: Annotated[str | UnsetType, Meta(description="Of an image adapter's base model: sd15, sd2, sdxl.")] = UNSET
+    sites: Annotated[int | UnsetType, Meta(description="Of an image adapter: how many layers it changes.")] = UNSET
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +72,8 @@ def adapter_card(gateway: Gateway, info: AdapterInfo) -> Model:
         root=shown_source(info).split(":", 1)[-1],  # without what kind of source it was
         parent=gateway.config.base.name,
         permission=_permission(name, created_s),
+        family=info.version.family or UNSET,
+        sites=info.version.sites or UNSET,
     )
 
 

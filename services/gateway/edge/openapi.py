@@ -20,8 +20,9 @@ from starlette.responses import FileResponse, Response
 from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
 from motet.services.gateway.edge.http import json_answer
 from motet.services.gateway.openai.fields import Unserved
-from motet.services.gateway.openai.prepare import SLO_MAX_MS, SLO_MIN_MS
+from motet.services.gateway.openai.prepare import SLO_MIN_MS
 from motet.shared.errors import ErrorAnswer
+from motet.shared.model import SLO_MAX_MS
 
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon.png": "image/png"}
 _ABOUT = (
@@ -48,6 +49,7 @@ _ERRORS = {
 }
 _TAGS = {
     "generate": ("Chats, completions and embeddings.", ("/v1/chat", "/v1/completions", "/v1/embeddings")),
+    "images": ("Pictures.", ("/v1/images",)),
     "models": ("What `model` may be.", ("/v1/models",)),
     "adapters": ("Add, look at, keep loaded and remove adapters.", ("/v1/adapters", "/v1/load_", "/v1/unload_")),
     "tokens": ("Texts to tokens and back.", ("/tokenize", "/detokenize")),
@@ -79,6 +81,10 @@ _GENERATING: dict[str, dict[str, Any]] = {
     },
     "x-slo-tpot-ms": {
         "description": "Objective for the time per output token in ms, instead of the class's.",
+        "schema": {"type": "number", "minimum": SLO_MIN_MS, "maximum": SLO_MAX_MS},
+    },
+    "x-slo-e2e-ms": {
+        "description": "Objective for the time of the whole answer in ms; without it there is none.",
         "schema": {"type": "number", "minimum": SLO_MIN_MS, "maximum": SLO_MAX_MS},
     },
 }

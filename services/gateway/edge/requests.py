@@ -6,16 +6,17 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.responses import Response
 
 from motet.policies.tenant_shares import Part
-from motet.services.gateway.config import MAX_BODY_BYTES
 from motet.services.gateway.edge import idempotency
-from motet.services.gateway.edge.http import read_body, while_connected
+from motet.services.gateway.edge.http import is_form, read_body, while_connected
 from motet.services.gateway.edge.kinds import Kind
 from motet.services.gateway.edge.parts import Gateway
 from motet.services.gateway.openai import body_shape
+from motet.services.gateway.openai.images import FILES_PATH
 from motet.services.gateway.openai.lanes import INLINE_BYTES, Lane
 from motet.services.gateway.openai.prepare import Origin
 from motet.services.gateway.owner.encoding import PartsResponse, encoded
@@ -23,7 +24,14 @@ from motet.services.gateway.owner.made_by import MadeBy
 from motet.services.gateway.tenants.limits import Turn, UntilSent
 from motet.shared.model import Slo
 
-SLO_HEADERS = {"class": "x-slo-class", "ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms"}
+SLO_HEADERS = {
+    "class": "x-slo-class",
+    "ttft_ms": "x-slo-ttft-ms",
+    "tpot_ms": "x-slo-tpot-ms",
+    "e2e_ms": "x-slo-e2e-ms",
+}
+
+PROGRESS = "x-motet-progress"
 
 
 class Requests:
@@ -44,11 +52,14 @@ class Requests:
 
     async def _answer(self, kind: Kind, request: Request, turn: Turn) -> Response:
         gateway = self._gateway
-        raw = await read_body(request, MAX_BODY_BYTES)
-        parsed = await parsed_in(gateway.lanes.requests, kind.parse, raw, request)
+        form = kind.parse_form is not None and is_form(request)
+        raw = await read_body(request, kind.body_bytes_max(gateway.config), form=form)
+        gateway.preparer.check_kind(kind.draws)
+        parse = _form_parser(kind, request) if form else kind.parse
+        parsed = await parsed_in(gateway.lanes.requests, parse, raw, request, form=form)
         slo = gateway.preparer.slo(_slo_headers(request), names=SLO_HEADERS)  # also of a repeated request
         asked = _Asked(kind, request, parsed, slo, len(raw), turn)
-        digest = hashlib.sha256(raw).digest() if idempotency.HEADER in request.headers else None
+        digest = _digest(raw, request) if idempotency.HEADER in request.headers else None
         del raw  # the answer may take minutes
         if parsed.stream:
             return await self._stream(asked, digest)
@@ -67,7 +78,7 @@ class Requests:
         return PartsResponse([answered.body], turn.headers() | answered.headers | replayed)
 
     async def _prepared(self, asked: _Asked, turn: Turn) -> Any:
-        state = asked.request.state
+        kind, request, state = asked.kind, asked.request, asked.request.state
         origin = Origin(
             tenant=state.tenant,
             slo=asked.slo,
@@ -75,8 +86,10 @@ class Requests:
             drawn=state.drawn_id,
             lane=self._gateway.lanes.requests,
             size=asked.size,
+            files_url=f"{request.base_url}{FILES_PATH.lstrip('/')}" if kind.draws else "",
+            progress=kind.draws and request.headers.get(PROGRESS) == "1",
         )
-        ready = await asked.kind.prepare(self._gateway.preparer, asked.parsed, origin)
+        ready = await kind.prepare(self._gateway.preparer, asked.parsed, origin)
         state.body.release()
         turn.spend(ready.prompt_tokens)
         return ready
@@ -100,13 +113,13 @@ class Requests:
         try:
             ready = await self._prepared(asked, asked.turn)
             assert asked.kind.stream is not None, "only such requests ask for a stream"
-            response, streams = await while_connected(asked.request, asked.kind.stream(self._gateway.owner, ready))
+            streamed = await while_connected(asked.request, asked.kind.stream(self._gateway.owner, ready))
         except BaseException:
             if forget is not None:
                 forget()
             raise
-        response.headers.update(asked.turn.headers())
-        return UntilSent(response, lambda: asked.turn.end(sum(len(stream.answered) for stream in streams)))
+        streamed.response.headers.update(asked.turn.headers())
+        return UntilSent(streamed.response, lambda: asked.turn.end(streamed.output_tokens()))
 
 
 class _Asked:
@@ -119,16 +132,35 @@ class _Asked:
         self.slo, self.size, self.turn = slo, size, turn
 
 
-async def parsed_in(lane: Lane, parse: Callable[[bytes], Any], raw: bytes, request: Request) -> Any:
-    """The request in a body, parsed in a thread of `lane` if that may take long. Raises BadRequest or Overloaded."""
+async def parsed_in(lane: Lane, parse: Callable[[bytes], Any], raw: bytes, request: Request, *, form: bool = False) -> Any:
+    """The request in a body (JSON, or a `form`), parsed in a thread of `lane` if that may take long.
+
+    Raises BadRequest or Overloaded.
+    """
 
     def work() -> Any:
-        body_shape.check(raw)
+        if not form:
+            body_shape.check(raw)
         return parse(raw)
 
     if len(raw) <= INLINE_BYTES:
         return work()
     return await while_connected(request, lane.run(work, len(raw), request.state.tenant))
+
+
+def _form_parser(kind: Kind, request: Request) -> Callable[[bytes], Any]:
+    """What parses the body of a request that is a form."""
+    parse_form, content_type = kind.parse_form, request.headers["content-type"]
+    assert parse_form is not None, "only such requests may be forms"
+    return lambda raw: parse_form(raw, content_type)
+
+
+def _digest(raw: bytes, request: Request) -> bytes:
+    """Of a body: equal where it is sent again. A client that sends a form again draws another boundary."""
+    if is_form(request):
+        _, options = parse_options_header(request.headers["content-type"])
+        raw = raw.replace(options.get(b"boundary") or b"--", b"")
+    return hashlib.sha256(raw).digest()
 
 
 def _slo_headers(request: Request) -> dict[str, str]:

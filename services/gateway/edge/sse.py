@@ -36,31 +36,22 @@ _MARK = "\x00text\x00"
 _NOTHING = Delta()
 
 
-class SseResponse(Response):
-    """Serves the streams of one request and cancels them when it ends for any reason."""
+class EventStream(Response):
+    """Serves the streams of one request and cancels them when it ends for any reason. `_pump` says what is sent."""
 
-    def __init__(
-        self, prepared: Prepared, streams: list[Stream], signal: Signal, detokenizer: Detokenizer, made_by: MadeBy
-    ) -> None:
+    def __init__(self, streams: list[Stream], signal: Signal, made_by: MadeBy) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
         del self.headers["content-length"]
         self.headers.update(made_by.headers)
-        self._head = answers.chunk(prepared, [], system_fingerprint=made_by.fingerprint)  # of every chunk
-        self._prepared, self._streams, self._signal, self._detokenizer = prepared, streams, signal, detokenizer
+        self._streams, self._signal = streams, signal
         self._gone = False
         self._sent = self._due = False  # something since the last beat; a keep-alive comment
-        options = prepared.request.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._running_usage = bool(options and options.continuous_usage_stats) and self._usage
-        self._logprobs = prepared.jobs[0].sampling.logprobs is not None
-        self._token_ids = bool(prepared.request.return_token_ids)
-        self._parsers = [prepared.parsing.open() for _ in streams] if prepared.parsing is not None else []
-        self._plain = not (self._logprobs or self._running_usage or self._token_ids or self._parsers)
-        self._told = [0] * len(streams)  # token ids that events have shown
-        self._frames = [self._frame(i) for i in range(len(streams))]
-        self._offsets = [len(echo) for echo in prepared.echoes]
+
+    async def _pump(self, send: Send) -> None:
+        """Send all parts of the body."""
+        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -69,7 +60,7 @@ class SseResponse(Response):
         pump = loop.create_task(self._pump(scope.get(SERVER_SEND, send)))
         listener = loop.create_task(self._listen(receive, pump))
         # a client that reads nothing at all holds its last chunks no longer than a request may live
-        limit = loop.call_later(self._prepared.jobs[0].timeout_s + GRACE_S, self._cut, pump)
+        limit = loop.call_later(self._streams[0].job.timeout_s + GRACE_S, self._cut, pump)
         self._beat_later(loop)
         for stream in self._streams:
             stream.on_slow = functools.partial(self._cut, pump)
@@ -108,6 +99,27 @@ class SseResponse(Response):
         """End without a final event; the server closes the connection of an unfinished answer."""
         self._gone = True
         pump.cancel()
+
+
+class SseResponse(EventStream):
+    """The texts of one request."""
+
+    def __init__(
+        self, prepared: Prepared, streams: list[Stream], signal: Signal, detokenizer: Detokenizer, made_by: MadeBy
+    ) -> None:
+        super().__init__(streams, signal, made_by)
+        self._head = answers.chunk(prepared, [], system_fingerprint=made_by.fingerprint)  # of every chunk
+        self._prepared, self._detokenizer = prepared, detokenizer
+        options = prepared.request.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._running_usage = bool(options and options.continuous_usage_stats) and self._usage
+        self._logprobs = prepared.jobs[0].sampling.logprobs is not None
+        self._token_ids = bool(prepared.request.return_token_ids)
+        self._parsers = [prepared.parsing.open() for _ in streams] if prepared.parsing is not None else []
+        self._plain = not (self._logprobs or self._running_usage or self._token_ids or self._parsers)
+        self._told = [0] * len(streams)  # token ids that events have shown
+        self._frames = [self._frame(i) for i in range(len(streams))]
+        self._offsets = [len(echo) for echo in prepared.echoes]
 
     async def _pump(self, send: Send) -> None:
         parts = self._opening()

@@ -1,4 +1,4 @@
-"""Uploads of adapter archives: a multipart form into a temporary file, then into the object store.
+"""Uploads of adapters: a multipart form into a temporary file, then into the object store.
 
 An upload holds one of `--max-uploads` places, so it has a least rate and a total time: `UPLOAD_S`, and `GRACE_S` plus a second
 for every `BYTES_PER_S` that came.
@@ -31,7 +31,11 @@ FORM = {
     "required": ["name", "file"],
     "properties": {
         "name": {"type": "string", "minLength": 1, "maxLength": 128, "description": "The adapter's name"},
-        "file": {"type": "string", "format": "binary", "description": "PEFT directory as zip, tar or gzipped tar"},
+        "file": {
+            "type": "string",
+            "format": "binary",
+            "description": "An archive (zip, tar, gzipped tar), or an image adapter's file",
+        },
         "replace": {"type": "string", "enum": ["true", "false"], "default": "false"},
         "tenant": {"type": "string", "maxLength": 64, "description": "Tenant that the adapter belongs to; empty: shared"},
     },
@@ -67,7 +71,7 @@ async def read(request: Request, bytes_max: int) -> AsyncIterator[Form]:
         tenant = _text(form, "tenant") if "tenant" in form else None
         file = form.get("file")
         if not isinstance(file, UploadFile):
-            raise BadRequest("expected the archive as a file in the form field `file`", param="file")
+            raise BadRequest("expected the archive or weights as a file in the form field `file`", param="file")
         chat = _text(form, "chat", "true")
         for field, value in (("replace", replace), ("chat", chat)):
             if value not in ("true", "false"):

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from motet.policies.tenant_shares import Part
-from motet.services.gateway.openai import body_shape, protocol
+from motet.services.gateway.openai import body_shape, image_requests, protocol
 from motet.services.gateway.openai.decoding import KEYS, decode
+from motet.services.gateway.openai.image_requests import ImageEdit, ImageRequest
 from motet.services.gateway.openai.prepare import SLO_FIELDS
 from motet.services.gateway.openai.texts import Prepared
 from motet.services.gateway.owner.encoding import LESS, encoded
@@ -25,13 +26,14 @@ from motet.shared.streams import Delivery
 from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 TIMEOUT_MAX_MS = 30 * 86_400_000
-FIELD_BYTES_MAX = 4096  # of request_id, timeout_ms, slo and stream
+FIELD_BYTES_MAX = 4096  # of request_id, timeout_ms, slo, stream and kind
 DEAD_BODY_MAX = 256 * 1024  # bytes of the original that a dead letter keeps
 CHAT_TOKEN_BYTES = 37  # the shortest token with its log-probability: {"token":"","logprob":0.0,"bytes":[]}
 TEXT_TOKEN_BYTES = 9  # the same of a text completion: "", 0.0, 0,
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
-Parsed = tuple[protocol.ChatRequest | protocol.CompletionRequest, dict[str, Any], bool]
+Asked = protocol.ChatRequest | protocol.CompletionRequest | ImageRequest | ImageEdit
+Parsed = tuple[Asked, dict[str, Any], bool]
 
 
 class DurableRequest:
@@ -113,7 +115,7 @@ class DurableRequest:
         live = _value(fields.pop("stream", None), False)
         if not isinstance(live, bool):
             raise BadRequest("stream: true or false is expected", param="stream")
-        return protocol.parse(msgspec.json.encode(fields)), {"class": "batch"} | slo, live
+        return _asked(fields, live), {"class": "batch"} | slo, live
 
     async def ok(self, answer: Answer, held: Part, bytes_max: int) -> bytes:
         """The result that holds OpenAI's response body, and what made it.
@@ -144,6 +146,21 @@ class DurableRequest:
         if len(data) > DEAD_BODY_MAX:
             headers["Motet-Truncated"] = "true"
         return subjects.dead(self.tenant if self.addressable else DEFAULT_TENANT), data[:DEAD_BODY_MAX], headers
+
+
+def _asked(fields: dict[str, msgspec.Raw], live: bool) -> Asked:
+    """The body without the fields that only durable requests have. Raises BadRequest naming the field."""
+    kind = _value(fields.pop("kind", None))
+    if kind in (None, "text"):
+        return protocol.parse(msgspec.json.encode(fields))
+    if kind != "image":
+        raise BadRequest(f"kind: expected text or image, got {kind!r:.40}", param="kind")
+    if live:
+        raise BadRequest("stream: pictures are not streamed here", param="stream")
+    if _value(fields.get("response_format")) is not None:
+        raise BadRequest("response_format: a result names stored pictures", param="response_format")
+    parse = image_requests.parse_edit if "image" in fields else image_requests.parse
+    return parse(msgspec.json.encode(fields))
 
 
 def _value(raw: msgspec.Raw | None, default: Any = None) -> Any:

@@ -36,7 +36,8 @@ from typing import TypeVar
 from motet.policies.tenant_shares import Part
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.intake.durable import DurableRequest, check_answer_fits
-from motet.services.gateway.openai import answers, texts
+from motet.services.gateway.openai import answers, images, texts
+from motet.services.gateway.openai.image_requests import ImageEdit, ImageRequest
 from motet.services.gateway.openai.lanes import Lane
 from motet.services.gateway.openai.prepare import Origin, Preparer
 from motet.services.gateway.openai.texts import Prepared
@@ -334,7 +335,13 @@ class Intake:
             timeout_s=max(timeout_s, 0.001),
             lane=self._lane,
             size=len(request.delivery.data),
+            durable=True,
         )
+        if isinstance(parsed, ImageRequest | ImageEdit):
+            drawn = await images.prepare(self._preparer, parsed, origin)
+            turn.spend(drawn.prompt_tokens)
+            return await images.collect(self._owner, drawn, held)
+        self._preparer.check_kind(draws=False)
         prepared = await texts.prepare(self._preparer, parsed, origin)
         check_answer_fits(prepared, self._result_bytes_max)
         turn.spend(prepared.prompt_tokens)

@@ -16,7 +16,7 @@ from motet.services.gateway.owner.detokenize import Detokenizer
 from motet.services.gateway.owner.encoding import Breath, Rows, hold
 from motet.services.gateway.owner.made_by import Answer
 from motet.services.gateway.owner.owner import Owner
-from motet.services.gateway.owner.stream import Signal, Stream, TextDelta
+from motet.services.gateway.owner.stream import Job, Signal, Stream, TextDelta
 from motet.shared.wire.request import unpack_tokens
 from motet.shared.wire.stream import TokenLogprobs
 
@@ -25,12 +25,12 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity
 SCORE_BYTES = 64  # of memory for a log-probability that is kept until its answer is complete
 
 
-async def open_all(owner: Owner, prepared: Prepared) -> tuple[list[Stream], Signal]:
+async def open_all(owner: Owner, jobs: list[Job]) -> tuple[list[Stream], Signal]:
     """Open all choices of a request, with one signal. When one is refused, the others are cancelled."""
     signal = Signal()
-    if len(prepared.jobs) == 1:
-        return [await owner.open(prepared.jobs[0], signal=signal)], signal
-    opening = [asyncio.ensure_future(owner.open(job, signal=signal)) for job in prepared.jobs]
+    if len(jobs) == 1:
+        return [await owner.open(jobs[0], signal=signal)], signal
+    opening = [asyncio.ensure_future(owner.open(job, signal=signal)) for job in jobs]
     try:
         return list(await asyncio.gather(*opening)), signal
     except BaseException:
@@ -48,7 +48,7 @@ async def collect(owner: Owner, prepared: Prepared, held: Part, *, on_delta: OnD
 
     Raises the MotetError of the first choice that fails; the others are cancelled then.
     """
-    streams, signal = await open_all(owner, prepared)
+    streams, signal = await open_all(owner, prepared.jobs)
     for stream in streams:
         stream.retractable = on_delta is None
     gathered = [_Gathered(echo) for echo in prepared.echoes]

@@ -163,6 +163,59 @@ EMBEDDING: Mapping[str, Unserved] = {
     "lora_path": Unserved("use model"),
 }
 
+_ONE_PICTURE = "answers are single pictures: PNG, JPEG or WebP"
+_CONTROLLED = "ControlNet and IP-Adapter are not served: use strength or a mask on /v1/images/edits"
+_LORAS = 'use adapters: [{"name": ..., "weight": ...}]'
+
+_PICTURES: dict[str, Unserved] = {
+    # OpenAI
+    "quality": Unserved("steps and sampler decide it", _HINT),
+    "style": Unserved("adapters are what changes the style", _HINT),
+    "moderation": Unserved("pictures are not moderated here", _HINT),
+    "user": Unserved("it identifies the end user to the provider", _HINT),
+    "safety_identifier": Unserved("it identifies the end user to the provider", _HINT),
+    "background": Unserved("pictures are opaque", (None, "auto", "opaque")),
+    "complexity": Unserved(_ONE_PICTURE),
+    "frame_count": Unserved(_ONE_PICTURE, (None, 1)),
+    "frame_duration_ms": Unserved(_ONE_PICTURE),
+    "svg": Unserved(_ONE_PICTURE),
+    # vLLM-Omni, SGLang
+    "lora": Unserved(_LORAS),
+    "loras": Unserved(_LORAS),
+    "lora_path": Unserved(_LORAS),
+    "lora_scale": Unserved(_LORAS),
+    "steps": Unserved("use num_inference_steps"),
+    "true_cfg_scale": Unserved("use guidance_scale"),
+    "cfg_scale": Unserved("use guidance_scale"),
+    "width": Unserved("use size"),
+    "height": Unserved("use size"),
+    "output_quality": Unserved("use output_compression"),
+    "scheduler": Unserved("use sampler"),
+    "clip_skip": Unserved("text encoders are used as the base was trained"),
+    "generator_device": Unserved(
+        "noise is drawn on the CPU, so that a seed gives the same picture on every worker", (None, "cpu")
+    ),
+    "enable_teacache": Unserved("no step is skipped", _OFF),
+    "vae_use_slicing": Unserved("workers decide how they decode", _HINT),
+    "vae_use_tiling": Unserved("workers decide how they decode", _HINT),
+    "controlnet": Unserved(_CONTROLLED),
+    "control_image": Unserved(_CONTROLLED),
+    "ip_adapter": Unserved(_CONTROLLED),
+    "ip_adapter_image": Unserved(_CONTROLLED),
+}
+
+IMAGE: Mapping[str, Unserved] = _PICTURES | {
+    "strength": Unserved("it belongs to a source picture: /v1/images/edits"),
+    "image": Unserved("a source picture belongs to /v1/images/edits"),
+    "mask": Unserved("a mask belongs to /v1/images/edits"),
+}
+
+IMAGE_EDIT: Mapping[str, Unserved] = _PICTURES | {
+    "images": Unserved("one source picture is served: image"),
+    "markup": Unserved("use mask"),
+    "input_fidelity": Unserved("use strength"),
+}
+
 TOKENIZE: Mapping[str, Unserved] = {
     name: CHAT[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
 } | {"tools": Unserved("use chat_template_kwargs", (None, []))}

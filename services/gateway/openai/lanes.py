@@ -2,6 +2,7 @@
 
     requests   2 threads   long bodies: parsing, the chat template, tokenization
     counting   1 thread    /tokenize and /detokenize, so that they delay no request
+    pictures   1 thread    source pictures of edits: decoded and scaled
     durable    1 thread    the same as `requests` for requests from NATS, which wait instead of being refused
 
 Tenants take turns, and each has its share of the queue (`policies.tenant_shares`), so nobody waits for all work of another
@@ -106,9 +107,10 @@ class Lanes:
     def __init__(self) -> None:
         self.requests = Lane("requests", 2)
         self.counting = Lane("counting", 1, waiting=32)
+        self.pictures = Lane("pictures", 1, waiting=64)
         self.durable = Lane("durable", 1, bounded=False)
 
     def close(self) -> None:
         """Stop all threads."""
-        for lane in (self.requests, self.counting, self.durable):
+        for lane in (self.requests, self.counting, self.pictures, self.durable):
             lane.close()

@@ -17,6 +17,7 @@ import msgspec
 
 from motet.policies.memory.kv_blocks import TOLD_TOKENS, cache_scope, prompt_keys, told_tokens
 from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.openai.image_base import ImageParts
 from motet.services.gateway.openai.lanes import Lane
 from motet.services.gateway.openai.profiles import Profile, Profiles
 from motet.services.gateway.openai.prompt import ForeignTemplate, Prompts
@@ -26,7 +27,7 @@ from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, PromptTooLong
-from motet.shared.model import TOKEN_BYTES, AdapterRef, Slo
+from motet.shared.model import SLO_MAX_MS, TOKEN_BYTES, AdapterRef, Slo
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
 from motet.shared.wire.prefixes import PrefixKeys, pack_keys
@@ -36,8 +37,7 @@ log = logger("motet.prepare")
 MESSAGE_BYTES = 1 << 20  # NATS's default
 KEYS_MAX = 2_048  # of a prompt, for which schedulers look: 131,072 tokens
 SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
-SLO_MAX_MS = 3_600_000
-SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
+SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms", "e2e_ms": "slo.e2e_ms"}
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +55,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     lane: Lane | None = None
     size: int = 0
     arrived_s: float = msgspec.field(default_factory=now_s)
+    durable: bool = False  # it came over NATS, and its pictures are kept there
+    files_url: str = ""  # of pictures: what their ids are appended to
+    progress: bool = False  # of pictures: a stream tells of every step
 
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`, from a thread if that may take long. Raises what it raises, Overloaded, and BadRequest for a
@@ -86,12 +89,13 @@ class Preparer:
         weight: Callable[[str], float],
         profiles: Profiles,
         message_bytes: Callable[[], int] = lambda: MESSAGE_BYTES,
+        drawing: ImageParts | None = None,
     ) -> None:
         """`weight(tenant)` is the tenant's share relative to others' while workers are saturated; `message_bytes()` the largest
-        message in the mesh. Not for use in threads, except what `now` returns."""
+        message in the mesh; `drawing`: of an image base. Not for use in threads, except what `now` returns."""
         self.weight, self.message_bytes = weight, message_bytes
         self.config, self.prompts, self._adapters, self._fleet = config, prompts, adapters, fleet
-        self._profiles = profiles
+        self._profiles, self.drawing = profiles, drawing
         self.base_model = config.base.name
         self._fixed_model_len = 0
         self._schemes: list[tuple[int, bool]] = []
@@ -100,6 +104,23 @@ class Preparer:
     def max_model_len(self) -> int:
         """The longest prompt plus output that can be served now, in tokens."""
         return self._fixed_model_len or self._fleet.max_model_len(self.prompts.context_length)
+
+    def check_kind(self, draws: bool) -> None:
+        """Raises BadRequest when a text is asked of an image base, or a picture of another one."""
+        if draws != (self.drawing is not None):
+            name = self.base_model
+            raise BadRequest(
+                f"model: {name} writes texts; pictures need an image base (docs/images.md)"
+                if draws
+                else f"model: this model draws images: {name} serves /v1/images/generations and /v1/images/edits",
+                param="model",
+            )
+
+    def drawing_now(self) -> ImageParts:
+        """What pictures need. Raises BadRequest for a base that draws none."""
+        self.check_kind(draws=True)
+        assert self.drawing is not None, "`check_kind` has looked"
+        return self.drawing
 
     def now(self) -> Preparer:
         """This preparer with the present facts of the workers, for a thread: they come and go in the event loop."""
@@ -119,8 +140,9 @@ class Preparer:
         )
 
     def slo(self, given: Mapping[str, Any], *, names: Mapping[str, str] = SLO_FIELDS) -> Slo:
-        """The objective from `class`, `ttft_ms` and `tpot_ms`, each optional.
+        """The objective from `class`, `ttft_ms`, `tpot_ms` and `e2e_ms`, each optional.
 
+        The time of a picture's step depends on its size, so pictures have objectives for steps only where the client gives any.
         Raises BadRequest naming the field by the client's name for it (`names`).
         """
         classes = self.config.slo.classes
@@ -128,10 +150,13 @@ class Preparer:
         base = classes.get(name) if isinstance(name, str) else None
         if base is None:
             raise BadRequest(f"{names['class']}: {name!r} is not one of {', '.join(classes)}", param=names["class"])
+        if self.drawing is not None and "class" not in given:
+            base = msgspec.structs.replace(base, ttft_slo_ms=float(SLO_MAX_MS), tpot_slo_ms=float(SLO_MAX_MS))
         return Slo(
             slo_class=base.slo_class,
             ttft_slo_ms=_milliseconds(given.get("ttft_ms", base.ttft_slo_ms), names["ttft_ms"]),
             tpot_slo_ms=_milliseconds(given.get("tpot_ms", base.tpot_slo_ms), names["tpot_ms"]),
+            e2e_slo_ms=_milliseconds(given["e2e_ms"], names["e2e_ms"]) if "e2e_ms" in given else 0.0,
         )
 
     def objective(self, origin: Origin, max_tokens: int) -> Slo:
@@ -139,7 +164,7 @@ class Preparer:
 
         One token has no time between tokens, so a request for one neither misses such an objective nor limits its neighbours.
         """
-        slo = origin.slo or self.config.slo.classes["standard"]
+        slo = origin.slo or self.slo({})
         return msgspec.structs.replace(slo, tpot_slo_ms=float(SLO_MAX_MS)) if max_tokens == 1 else slo
 
     def adapter(self, model: str | None, tenant: str = DEFAULT_TENANT, *, param: str = "model") -> AdapterRef | None:

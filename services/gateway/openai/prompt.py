@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from motet.services.gateway.openai import conversation
-from motet.shared.chat_templates import ChatTemplate, served_templates
+from motet.shared.chat_templates import ChatTemplate, ChatTemplates, served_templates
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, PromptTooLong
-from motet.shared.generation_config import generation_defaults, read_generation_config
+from motet.shared.generation_config import GenerationDefaults, generation_defaults, read_generation_config
 from motet.shared.hf_config import LENGTH_MAX, UnsupportedModel, read_config, size_in
 from motet.shared.tokenizer import UnusableFile, load_tokenizer, read_texts
 
@@ -61,6 +61,18 @@ class Prompts:
         self.templates = served_templates(model_dir, chat_template, texts, loaded.special)
         """The chat templates of the base model, or the one of `--chat-template`."""
         self._token_chars_max = _token_chars_max(self.tokenizer)
+
+    @classmethod
+    def unread(cls, tokenizer: Tokenizer) -> Prompts:
+        """Of an image base, of which no text is asked (`Preparer.check_kind`): a tokenizer, and no template."""
+        prompts = cls.__new__(cls)
+        prompts.tokenizer = tokenizer
+        prompts.context_length = LENGTH_MAX
+        prompts.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        prompts.defaults = GenerationDefaults()
+        prompts.templates = ChatTemplates({}, {})
+        prompts._bos_id, prompts._token_chars_max = None, 0
+        return prompts
 
     def chat(
         self,

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from motet.shared.model import PictureFormat
+
 Fingerprint = Annotated[
     str,
     Meta(description="Hash of base model, adapter, engine and its settings; changes where equal seeds may give other answers."),
@@ -259,3 +261,86 @@ class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     data: Collection[Embedding]
     usage: InputUsage
+
+
+# ---- pictures
+
+
+class ImageTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What tokens stand for."""
+
+    text_tokens: int
+    image_tokens: int
+
+
+class ImageUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of a request for pictures. Output tokens are denoising steps times pixels / 4096."""
+
+    input_tokens: Annotated[int, Meta(description="Of the prompts, and one for every 4096 pixels of a source picture.")]
+    input_tokens_details: ImageTokens
+    output_tokens: int
+    total_tokens: int
+
+
+class DrawnImage(msgspec.Struct, frozen=True, kw_only=True):
+    """One picture: its file or a URL of it, and the seed that draws it again."""
+
+    b64_json: Annotated[str, Meta(description="The file in base64.")] | UnsetType = UNSET
+    url: Annotated[str, Meta(description="Serves the file to this tenant, for --picture-ttl-s.")] | UnsetType = UNSET
+    seed: int
+
+
+class StoredImage(msgspec.Struct, frozen=True, kw_only=True):
+    """One picture of a durable result, kept for seven days in an object store of NATS, and where it is fetched over HTTP."""
+
+    bucket: str
+    object: str
+    path: Annotated[str, Meta(description="For a GET at any gateway, with a key of the tenant.")]
+    type: Annotated[str, Meta(description="Media type.")]
+    bytes: int
+    sha256: Annotated[str, Meta(description="Of the file, in hex.")]
+    seed: int
+
+
+class DrawnImages(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to POST /v1/images/generations and /v1/images/edits."""
+
+    created: int
+    model: str
+    background: Literal["opaque"] = "opaque"
+    output_format: PictureFormat
+    size: Annotated[str, Meta(description="`WIDTHxHEIGHT` in pixels.")]
+    data: Collection[DrawnImage]
+    usage: ImageUsage
+
+
+class StoredImages(msgspec.Struct, frozen=True, kw_only=True):
+    """The response in a durable result of `"kind": "image"`."""
+
+    created: int
+    model: str
+    output_format: PictureFormat
+    size: str
+    data: Collection[StoredImage]
+    usage: ImageUsage
+
+
+class ImageEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a streamed answer: a preview of a picture, or the picture."""
+
+    type: Literal[
+        "image_generation.partial_image",
+        "image_generation.completed",
+        "image_edit.partial_image",
+        "image_edit.completed",
+    ]
+    created_at: int
+    index: Annotated[int, Meta(description="Which of the request's pictures.")]
+    b64_json: Annotated[str, Meta(description="The file in base64.")]
+    partial_image_index: Annotated[int, Meta(description="Which preview of the picture.")] | UnsetType = UNSET
+    output_format: PictureFormat
+    size: Annotated[str, Meta(description="`WIDTHxHEIGHT` in pixels; that of a preview is its own.")]
+    background: Literal["opaque"] = "opaque"
+    quality: Literal["auto"] = "auto"
+    seed: int | UnsetType = UNSET
+    usage: Annotated[ImageUsage, Meta(description="Of this picture.")] | UnsetType = UNSET

@@ -49,6 +49,7 @@ from motet.services.gateway.owner.encoding import ANSWERS_BYTES_MAX
 from motet.services.gateway.owner.fleet import Fleet
 from motet.services.gateway.owner.made_by import MadeBy, made_by
 from motet.services.gateway.owner.observe import observe
+from motet.services.gateway.owner.pictures import Pictures
 from motet.services.gateway.owner.pings import Pings
 from motet.services.gateway.owner.stream import Job, Signal, SlowReader, Stream
 from motet.shared import subjects
@@ -70,11 +71,13 @@ from motet.shared.telemetry import logger
 from motet.shared.wire import refusal
 from motet.shared.wire.prediction import Outcome
 from motet.shared.wire.request import Cancel, GenerateRequest, Move, SubmitReply, pack_tokens
-from motet.shared.wire.stream import TokenFrame
+from motet.shared.wire.stream import StreamItem, TokenFrame
 
 log = logger("motet.owner")
 WATCH_S = 0.1
 IMAGE_BYTES_MAX = 256 << 20
+STATE_BYTES_MAX = 256 << 20  # of checkpoints of pictures
+ROOM_BYTES = 64 << 10  # of a message, for all that is not images or a checkpoint
 UNREAD_BYTES_MAX = 128 << 20  # of tokens that are ready for callers which do not take them
 
 
@@ -120,6 +123,9 @@ class Owner:
         self._held: weakref.WeakSet[Stream] = weakref.WeakSet()  # by callers, also when they are complete
         self._opening: dict[Stream, asyncio.Future[None]] = {}
         self._refusals = RecentRefusals()
+        self._pictures = Pictures(bus)
+        self._drawing: set[Stream] = set()  # the active ones of pictures
+        self._reading: set[Stream] = set()  # those of them whose picture is read from the object store
         self.answers = TenantShares(ANSWERS_BYTES_MAX)  # bytes of whole answers that are being made or sent
         self._holder = LeaseHolder(bus, "gateway", gateway_id, secrets.token_hex(8))
         self._leases = LeaseWatch(bus, "worker", self._on_lost, self._holder)
@@ -141,7 +147,7 @@ class Owner:
     def made_by(self, stream: Stream) -> MadeBy:
         """What makes a stream's answer, by the worker that has or had it last."""
         known = self._fleet.workers().get(stream.worker_id or "")
-        return made_by(self._fleet.base_model, stream.job.adapter, known.limits if known is not None else None)
+        return made_by(self._fleet.base_model, stream.job.weighted, known.limits if known is not None else None)
 
     async def drain(self) -> None:
         """Accept no new request and return when none runs."""
@@ -207,6 +213,8 @@ class Owner:
         self._repeat_refusal(job)
         stream = Stream(job, self.detokenizer, self._on_cancel, signal, self._buffer_tokens)
         self._held.add(stream)
+        if job.image is not None:
+            self._drawing.add(stream)
         self._idle.clear()
         loop = asyncio.get_running_loop()
         stream.deadline = loop.call_later(job.timeout_s, self._on_deadline, stream)
@@ -248,7 +256,30 @@ class Owner:
 
     def _on_frame(self, frame: TokenFrame) -> None:
         self._pings.heard(frame.worker_id)
-        if actions := self._core.frame(frame.worker_id, frame.items, now_s()):
+        items = frame.items
+        if self._drawing and any(item.picture is not None and item.picture.object_name for item in items):
+            items = self._without_stored(frame)
+        if actions := self._core.frame(frame.worker_id, items, now_s()):
+            self._perform(actions)
+
+    def _without_stored(self, frame: TokenFrame) -> list[StreamItem]:
+        """The items whose pictures are here. The others follow when they are read."""
+        here = []
+        for item in frame.items:
+            stream = self._core.active.get(item.request_id)
+            if stream is None or item.picture is None or not item.picture.object_name:
+                here.append(item)
+            elif stream not in self._reading:
+                self._reading.add(cast(Stream, stream))
+                self._bus.spawn(self._read_picture(frame.worker_id, cast(Stream, stream), item))
+        return here
+
+    async def _read_picture(self, worker_id: str, stream: Stream, item: StreamItem) -> None:
+        try:
+            whole = await self._pictures.fetch(item)
+        finally:
+            self._reading.discard(stream)
+        if actions := self._core.frame(worker_id, [whole], now_s()):
             self._perform(actions)
 
     def _on_move(self, move: Move) -> None:
@@ -274,7 +305,20 @@ class Owner:
         while True:
             await asyncio.sleep(WATCH_S)
             self._end_unread()
+            if self._drawing:
+                self._keep_pictures()
             self._on(Tick(self._bus.connected))
+
+    def _keep_pictures(self) -> None:
+        """A picture that is read is a sign of life. Checkpoints beyond `STATE_BYTES_MAX` are dropped, the largest first."""
+        for stream in self._reading:
+            stream.sign_s = now_s()
+        states = [stream.drawing for stream in self._drawing if stream.drawing is not None]
+        total = sum(len(one.state) for one in states)
+        while total > STATE_BYTES_MAX:
+            largest = max(states, key=lambda one: len(one.state))
+            total -= len(largest.state)
+            largest.state, largest.state_step = b"", 0
 
     async def _greet(self) -> None:
         """Tell the core of workers that begin to serve."""
@@ -335,6 +379,12 @@ class Owner:
             kv=KvOffer(worker_id=asked.kv[0], token=asked.kv[1]) if asked.kv is not None else None,
             losses=stream.losses,
         )
+        if stream.drawing is not None and job.image is not None:
+            image = msgspec.structs.replace(job.image, state=b"", state_step=0)
+            size_bytes = len(stream.drawing.state) + sum(len(image.data) for image in job.images)
+            if size_bytes + ROOM_BYTES <= self._bus.max_payload:  # else the steps are repeated
+                image = msgspec.structs.replace(image, state=stream.drawing.state, state_step=stream.drawing.state_step)
+            return msgspec.structs.replace(request, image=image)
         if stream.prompt_logprobs is None:
             return request
         # known from an earlier epoch: any worker can do the rest
@@ -354,6 +404,7 @@ class Owner:
     def _done(self, stream: Stream, outcome: str) -> None:
         """Record an ended request, and tell the predictors its length."""
         self._tell_opener(stream)
+        self._drawing.discard(stream)
         if not self._core.active:
             self._idle.set()
         if stream.deadline is not None:
@@ -364,9 +415,9 @@ class Owner:
             outcome = stream.error.code
         observe(stream, outcome or stream.finish or "error")
         if stream.finish in ("stop", "length") and stream.error is None and stream.job.embedding is None:
-            adapter = stream.job.adapter
+            adapter = next(iter(stream.job.weighted), None)
             report = Outcome(
-                adapter_digest=adapter.digest if adapter else "",
+                adapter_digest=adapter.ref.digest if adapter else "",
                 prompt_tokens=stream.job.prompt_tokens,
                 output_tokens=len(stream.tokens),
                 features=stream.job.features,
@@ -408,5 +459,8 @@ def _tell(told: Told) -> None:
 
 def _demands(job: Job) -> tuple[Kind, int, int]:
     """What `RecentRefusals` compares: the kind, the prompt's tokens, the adapter's rank."""
-    kind = Kind(job.tenant, job.slo.ttft_slo_ms, job.slo.tpot_slo_ms, job.priority, tuple(sorted(job.needs)))
-    return kind, job.prompt_tokens, job.adapter.rank if job.adapter else 0
+    slo, image = job.slo, job.image
+    picture = (image.rows, image.steps_run) if image is not None else (0.0, 0)
+    needs = tuple(sorted(job.needs))
+    kind = Kind(job.tenant, slo.ttft_slo_ms, slo.tpot_slo_ms, job.priority, needs, slo.e2e_slo_ms, picture)
+    return kind, job.prompt_tokens, sum([one.ref.rank for one in job.weighted])

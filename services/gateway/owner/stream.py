@@ -17,12 +17,13 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from motet.policies.owner.life import Owned
-from motet.services.gateway.owner.detokenize import Detokenizer, StopFilter
+from motet.services.gateway.owner.detokenize import Detokenizer, StopFilter, TextStream
+from motet.services.gateway.owner.drawing import Drawing, NoText
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
 from motet.shared.model import FinishReason
 from motet.shared.wire.request import Work
-from motet.shared.wire.stream import StreamItem, TokenLogprobs
+from motet.shared.wire.stream import Picture, StreamItem, TokenLogprobs
 
 STREAM_BYTES_MAX = 4 << 20  # of deltas that the caller has not taken
 TEXT_BYTES, DELTA_BYTES, SCORE_BYTES = 64, 400, 80  # of memory for a token's text, for a delta, for each log-probability in it
@@ -101,6 +102,7 @@ class Stream(Owned):
         "begun_s",
         "cached_tokens",
         "deadline",
+        "drawing",
         "embedding",
         "first_s",
         "job",
@@ -129,6 +131,7 @@ class Stream(Owned):
         self.queue_ms = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.embedding = b""  # little-endian float32
+        self.drawing = Drawing(job.image) if job.image is not None else None  # of a picture
         self.prompt_tokens = job.prompt_tokens  # those of images are known with the first token
         self.on_slow: Callable[[], None] | None = None  # for callers that may be stuck in a write
         self.deadline: asyncio.TimerHandle | None = None
@@ -147,7 +150,11 @@ class Stream(Owned):
         job = self.job
         skips = job.skip_special_tokens
         left_out = job.left_out if skips else frozenset[int]()
-        self._text = self._detokenizer.stream(skip_special_tokens=skips, continues_text=job.continues_text, left_out=left_out)
+        if job.image is not None:
+            self._text: TextStream = NoText()
+        else:
+            continues = job.continues_text
+            self._text = self._detokenizer.stream(skip_special_tokens=skips, continues_text=continues, left_out=left_out)
         self._filter = StopFilter(job.stop, job.include_stop) if job.stop else None
 
     # ---- the caller's half
@@ -160,7 +167,18 @@ class Stream(Owned):
     @property
     def unread_bytes(self) -> int:
         """About so much memory have the deltas that are ready and not taken."""
-        return TEXT_BYTES * len(self._texts) + self._delta_bytes * len(self._ready)
+        size = TEXT_BYTES * len(self._texts) + self._delta_bytes * len(self._ready)
+        return size + self.drawing.bytes if self._ready and self.drawing is not None else size
+
+    @property
+    def picture(self) -> Picture | None:
+        """The picture, once it is drawn."""
+        return self.drawing.picture if self.drawing is not None else None
+
+    @property
+    def previews(self) -> list[Picture]:
+        """The previews that have come so far, in their order."""
+        return self.drawing.previews if self.drawing is not None else []
 
     def take(self) -> list[TextDelta]:
         """The deltas that are ready now, possibly none. Raises the MotetError that ended the request."""
@@ -230,12 +248,11 @@ class Stream(Owned):
         tokens = self.tokens
         begun = len(tokens)
         if not tokens and (new or item.embedding):
-            self.first_s = now_s()
-            self.cached_tokens, self.queue_ms = item.cached_tokens, item.queue_ms
-            self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
-            self.embedding = item.embedding
-            self.prompt_tokens = item.prompt_tokens or self.prompt_tokens
+            self._begun(item)
         tokens += new
+        if self.drawing is not None:
+            self._push_steps(self.drawing, new, item)
+            return
         finish = item.finish
         if self.job.silent:
             self._deliver(TextDelta("", [], None, "length" if finish == "stop" else finish))
@@ -261,12 +278,39 @@ class Stream(Owned):
         self._deliver(TextDelta(before + text, shown, logprobs, finish, reason))
         self.see_plain()
 
+    def _begun(self, item: StreamItem) -> None:
+        """Note what the first item says."""
+        self.first_s = now_s()
+        self.cached_tokens, self.queue_ms = item.cached_tokens, item.queue_ms
+        self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
+        self.embedding = item.embedding
+        self.prompt_tokens = item.prompt_tokens or self.prompt_tokens
+
+    def _push_steps(self, drawing: Drawing, new: list[int], item: StreamItem) -> None:
+        """Take in denoising steps. A request that ends without its picture fails.
+
+        Steps that the caller has not taken yet become one delta, so one that waits for the end is not slow.
+        """
+        drawing.take(item)
+        if item.finish == "stop" and drawing.picture is None:
+            self.fail(MotetError("its worker has ended the request without a picture"))
+            return
+        if self._ready:
+            self._ready[-1].tokens += new
+            self._ready[-1].finish = self.finish = item.finish
+            self.signal.set()
+        else:
+            self._deliver(TextDelta("", list(new), None, item.finish))
+
     def see_plain(self) -> None:
         """Update `plain`: whether the next tokens need only their text.
 
-        They do not if one is the first, log-probabilities or stop strings are asked for, or early items are held.
+        They do not if one is the first, log-probabilities or stop strings are asked for, or early items are held, and for a
+        picture never.
         """
         self.plain = bool(self.tokens) and self._filter is None and self.job.sampling.logprobs is None and not self.early
+        if self.drawing is not None:
+            self.plain = False
 
     def begin_again(self) -> bool:
         """Forget the output so far; False when the caller has some of it and cannot take it back."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from motet.policies.times.step_times import StepTimes
 from motet.services.worker.config import ENGINES, WorkerConfig
+from motet.services.worker.engines.image_limits import ImageLimits
 from motet.services.worker.engines.protocol import EngineProtocol
 from motet.services.worker.engines.request import StepReport
 from motet.shared.model import Mechanism, WorkerLimits
@@ -48,6 +49,8 @@ class Facts:
     """Those that the start has decided about, by name."""
     slot_bytes: int = 0
     """Device bytes of every adapter's slot; 0 where an adapter takes its own size."""
+    image: ImageLimits | None = None
+    """Of an engine with the capability "draws"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from motet.policies.cluster.describe import brief_of
+from motet.policies.cluster.describe import brief_of, picture_brief
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.times.step_record import Step
 from motet.shared.errors import MotetError
@@ -35,10 +35,11 @@ class EngineRequest(GenerateRequest, frozen=True, kw_only=True):
     cache_scope: bytes = b""  # the tenants that may share its KV blocks (policies.memory.kv_blocks.cache_scope)
     kv_wait_s: float = 0.0  # the longest time to wait for KV blocks from where it has moved; 0: they are computed
     weights: HostAdapter | None = None  # of its adapter, when an engine gets it
+    copies: tuple[HostAdapter, ...] = ()  # of a picture's adapters, in the order of `weighted`, when an engine gets it
 
     def brief(self, output_tokens: int, *, running: bool = False) -> RequestBrief:
         """The facts of the request that schedulers need. `output_tokens`: so far."""
-        return brief_of(
+        brief = brief_of(
             self,
             predicted_tokens=self.predicted_tokens,
             epoch=self.epoch,
@@ -46,6 +47,7 @@ class EngineRequest(GenerateRequest, frozen=True, kw_only=True):
             phase="running" if running else "waiting",
             cached_tokens=self.cached_tokens,
         )
+        return brief if self.image is None else picture_brief(brief, self.image, self.weighted)
 
     def item(self, index: int, finish: FinishReason | None = None, *, error: MotetError | None = None) -> StreamItem:
         """An item without tokens for the request's gateway. `index`: of the next output token."""
@@ -120,6 +122,23 @@ class MergeStats:
     lora_share: float  # what LoRA adds to a step of the present requests
 
 
+DrawingStage = Literal["encode", "denoise", "decode"]
+
+
+@dataclass(slots=True)
+class DrawingStats:
+    """What one step of an image engine did, which has requests of one picture size."""
+
+    stage: DrawingStage
+    pixels: int  # of each picture
+    pictures: int  # requests in the step; 0 when it failed
+    rows: int = 0  # of a denoising step, two for a request with guidance
+    knee_rows: int = 0  # how many it should have
+    took_s: float = 0.0
+    checkpoint_bytes: int = 0  # sent to gateways
+    previews: int = 0  # sent to gateways
+
+
 class StepStats(Step, kw_only=True):
     """The step record of a live engine: what step times depend on, and facts for metrics and requests."""
 
@@ -130,6 +149,7 @@ class StepStats(Step, kw_only=True):
     cold_errors_ms: list[tuple[str, float]] = []  # mode, time to first token beyond the predicted one
     copies: CopyStats | None = None
     merging: MergeStats | None = None
+    drawing: DrawingStats | None = None  # of an image engine
     merge_s: float = 0.0  # making the merged copy, before the step
     running: int = 0
     waiting: int = 0

@@ -17,3 +17,22 @@ START_PERF = PerfModel(
     fetch_base_ms=5.0,  # from the object store at 1 Gbit/s; not refined
     fetch_ms_per_mib=8.0,
 )
+
+# Measured with the image demo's model on one core. Rows are those of `ImageParams.rows`: a small picture is a fraction of one.
+START_IMAGE_PERF = PerfModel(
+    prefill_base_ms=5.0,
+    prefill_token_ms=0.05,
+    prefill_lora_ms=0.5,
+    decode_base_ms=5.0,
+    decode_row_ms=500.0,
+    decode_lora_ms=5.0,
+    load_base_ms=2.0,
+    load_ms_per_mib=1.0,
+    fetch_base_ms=5.0,
+    fetch_ms_per_mib=8.0,
+)
+
+
+def start_perf(engine: str) -> PerfModel:
+    """The step times of `--engine` to start from."""
+    return START_IMAGE_PERF if engine == "images" else START_PERF

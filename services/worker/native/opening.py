@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engines.opening import Facts, Opened, Wiring
-from motet.services.worker.native.thread import EngineThread
+from motet.services.worker.engines.thread import EngineThread
 from motet.shared.malloc import uncollected
 
 if TYPE_CHECKING:

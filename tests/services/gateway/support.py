@@ -91,24 +91,25 @@ async def put_adapter(
     alias_of: str | None = None,
     pin: Pin | None = None,
     chat: str = "",
+    **facts: Any,
 ) -> AdapterInfo:
-    """Write what the registry writes for an adapter."""
+    """Write what the registry writes for an adapter. `facts`: of its version, others than those of a language model's."""
     digest = digest or f"digest-of-{name}"
     kv = await bus.key_value(subjects.KV_ADAPTERS)
+    told: dict[str, Any] = {"modules": ("q_proj", "v_proj"), "layers": 2} | facts
     stored = AdapterVersion(
         digest=digest,
         base_model="demo",
         rank=rank,
-        modules=("q_proj", "v_proj"),
-        layers=2,
         dtype="F32",
         size_bytes=4096,
         source=f"path:/adapters/{name}",
         created_unix_ms=1_700_000_000_000,
         chat=chat,
+        **told,
     )
-    facts = {"name": name, "digest": digest, "version": version, "alias_of": alias_of, "pin": pin}
-    entry = AdapterEntry(updated_unix_ms=1_700_000_000_000, **facts)
+    of_entry = {"name": name, "digest": digest, "version": version, "alias_of": alias_of, "pin": pin}
+    entry = AdapterEntry(updated_unix_ms=1_700_000_000_000, **of_entry)
     await kv.put(f"version.{digest}", msgspec.json.encode(stored))
     await kv.put(f"name.{name}", msgspec.json.encode(entry))
     return AdapterInfo(entry=entry, version=stored)

@@ -144,6 +144,8 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "rank": 8,
         "modules": ["q_proj", "v_proj"],
         "layers": 2,
+        "family": None,
+        "sites": None,
         "dtype": "F32",
         "size_bytes": 4096,
         "source": "path:upper",
@@ -162,6 +164,19 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         assert [adapter["name"] for adapter in (await answer.json())["data"]] == ["upper"]
     async with http.get(f"{mesh.url}/v1/adapters/ghost") as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (404, "adapter_not_found")
+
+
+async def test_an_image_adapter_is_shown_with_its_family_and_sites(mesh: Mesh, http: aiohttp.ClientSession, bus) -> None:
+    facts = {"modules": ("conv1", "to_q"), "layers": 0, "family": "sd15", "sites": 42}
+    await put_adapter(bus, "watercolor", **facts)
+    await eventually(lambda: mesh.gateway.adapters.resolve("watercolor", "") is not None)
+    async with http.get(f"{mesh.url}/v1/adapters/watercolor") as answer:
+        card = await answer.json()
+    assert {key: card[key] for key in facts} == facts | {"modules": ["conv1", "to_q"]}
+    async with http.get(f"{mesh.url}/v1/models") as answer:
+        models = {model["id"]: model for model in (await answer.json())["data"]}
+    assert (models["watercolor"]["family"], models["watercolor"]["sites"]) == ("sd15", 42)
+    assert all("family" not in models[name] and "sites" not in models[name] for name in ("demo", "upper"))
 
 
 async def test_adapters_are_added_by_path_hub_id_alias_and_upload(

@@ -123,6 +123,7 @@ BAD_OBJECTIVES = [
     ("x-slo-ttft-ms", "-1"),
     ("x-slo-tpot-ms", "nan"),
     ("x-slo-tpot-ms", "1e99"),
+    ("x-slo-e2e-ms", "0"),
 ]
 
 

@@ -7,13 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
-from motet.cli.adapters import pack, upload
+from motet.cli.adapters import adapters, pack, upload
 from motet.cli.client import ApiError, Client
 from tests.services.gateway.conftest import Mesh
-from tests.services.gateway.support import running_gateway
+from tests.services.gateway.support import put_adapter, running_gateway
 from tests.services.gateway.test_adapters_api import FakeRegistry
+from tests.support import eventually
 from tests.support_adapters import write_adapter
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
@@ -60,6 +63,42 @@ async def test_a_directory_and_an_archive_are_uploaded_as_a_form(mesh: Mesh, con
         ("from-directory", False, ""),
         ("from-archive", True, ""),
     ]
+
+
+async def test_a_lora_file_is_uploaded_as_it_is_alone_or_from_its_folder(mesh: Mesh, connect, tmp_path: Path) -> None:
+    registry = FakeRegistry(await connect("registry"))
+    await registry.start()
+    folder = tmp_path / "style"
+    folder.mkdir()
+    (folder / "other.safetensors").write_bytes(b"other")
+    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"weights")
+    async with Client(mesh.url) as client:
+        assert (await upload(client, "bare", folder / "other.safetensors"))["name"] == "bare"
+        assert (await upload(client, "folder", folder))["name"] == "folder"
+        (folder / "pytorch_lora_weights.safetensors").rename(folder / "second.safetensors")
+        with pytest.raises(click.UsageError, match=r"holds 2 safetensors files \(other.safetensors, second.safetensors\)"):
+            await upload(client, "several", folder)
+        weights_alone = write_adapter(tmp_path / "peft")
+        (weights_alone / "adapter_config.json").unlink()
+        with pytest.raises(click.UsageError, match=r"has no adapter_config\.json"):
+            await upload(client, "half", weights_alone)
+    assert registry.uploads == [b"other", b"weights"]
+
+
+async def test_lists_and_cards_show_what_an_image_adapter_changes(mesh: Mesh, bus) -> None:
+    await put_adapter(bus, "ink", modules=("conv1", "to_q"), layers=0, family="sd15", sites=42)
+    await eventually(lambda: mesh.gateway.adapters.resolve("ink", "") is not None)
+
+    async def shown(*command: str) -> str:
+        result = await asyncio.to_thread(CliRunner().invoke, adapters, [*command, "--url", mesh.url], env={"COLUMNS": "250"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    listed = await shown("list")
+    assert "sd15, 42 sites: conv1 to_q" in listed and "q v" in listed
+    lines = dict(line.split(maxsplit=1) for line in (await shown("show", "ink")).splitlines() if " " in line.strip())
+    assert (lines["family"], lines["sites"], lines["modules"]) == ("sd15", "42", "conv1, to_q")
+    assert "family" not in await shown("show", "upper")
 
 
 async def test_a_missing_key_is_named_with_the_variable_that_brings_it(mesh: Mesh, nats_url: str, tmp_path: Path) -> None:

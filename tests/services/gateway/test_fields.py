@@ -10,19 +10,30 @@ import msgspec
 import openai.types.chat.completion_create_params as openai_chat
 import openai.types.completion_create_params as openai_completions
 import openai.types.embedding_create_params as openai_embeddings
+import openai.types.image_edit_params as openai_edits
+import openai.types.image_generate_params as openai_images
 import pytest
 
-from motet.services.gateway.openai import embeddings, fields, protocol
+from motet.services.gateway.openai import embeddings, fields, image_requests, protocol
 from motet.shared.errors import BadRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 CLIENTS: dict[str, dict[str, list[str]]] = json.loads((ROOT / "docs" / "client_fields.json").read_text())
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 TEXT: dict[str, Any] = {"prompt": "x"}
+URL = "data:image/png;base64,aGVsbG8="
+
+
+def _parse_edit(body: bytes) -> Any:
+    return image_requests.parse_edit(body).request
+
+
 KINDS = {
-    "chat": (protocol.parse_chat, CHAT, protocol.ChatRequest, fields.CHAT),
+    "chat/completions": (protocol.parse_chat, CHAT, protocol.ChatRequest, fields.CHAT),
     "completions": (protocol.parse_completion, TEXT, protocol.CompletionRequest, fields.COMPLETION),
     "embeddings": (embeddings.parse, {"input": "x"}, embeddings.EmbeddingRequest, fields.EMBEDDING),
+    "images/generations": (image_requests.parse, TEXT, image_requests.ImageRequest, fields.IMAGE),
+    "images/edits": (_parse_edit, TEXT | {"image": URL}, image_requests.ImageEditRequest, fields.IMAGE_EDIT),
 }
 
 
@@ -44,10 +55,15 @@ def test_every_field_of_every_client_is_served_or_has_its_answer(kind: str) -> N
 
 
 def test_the_list_of_openai_fields_is_that_of_its_client() -> None:
-    for kind, module in (("chat", openai_chat), ("completions", openai_completions)):
+    for kind, module in (("chat/completions", openai_chat), ("completions", openai_completions)):
         assert set(module.CompletionCreateParamsStreaming.__annotations__) | {
             name for base in module.CompletionCreateParamsBase.__mro__ for name in getattr(base, "__annotations__", {})
         } == set(CLIENTS[kind]["OpenAI"])
+    for kind, base in (
+        ("images/generations", openai_images.ImageGenerateParamsBase),
+        ("images/edits", openai_edits.ImageEditParamsBase),
+    ):
+        assert {*base.__annotations__, "stream"} == set(CLIENTS[kind]["OpenAI"])
     assert set(openai_embeddings.EmbeddingCreateParams.__annotations__) == set(CLIENTS["embeddings"]["OpenAI"])
 
 
@@ -69,7 +85,7 @@ def test_an_unknown_field_is_refused_by_name(kind: str) -> None:
         with pytest.raises(BadRequest, match="no such field") as refused:
             parse(kind, **more)
         assert refused.value.param == "temprature"
-    if kind == "embeddings":
+    if not kind.endswith("completions"):
         return
     assert "did you mean temperature?" in refused.value.message
     with pytest.raises(BadRequest) as refused:
@@ -80,13 +96,13 @@ def test_an_unknown_field_is_refused_by_name(kind: str) -> None:
 def test_zero_and_false_are_not_taken_for_each_other() -> None:
     for name, value in (("prompt_logprobs", False), ("use_beam_search", 0), ("routed_experts_prompt_start", False)):
         with pytest.raises(BadRequest):
-            parse("chat", **{name: value})
+            parse("chat/completions", **{name: value})
 
 
 def test_fields_that_were_ignored_are_refused_or_served() -> None:
     for name, value in (("guided_regex", "a+"), ("structural_tag", {}), ("reasoning", {"effort": "low"})):
         with pytest.raises(BadRequest) as refused:
-            parse("chat", **{name: value})
+            parse("chat/completions", **{name: value})
         assert refused.value.param == name
     request = parse("completions", allowed_token_ids=[1], bad_words=["x"], truncate_prompt_tokens=3, priority=1, cache_salt="s")
     assert (request.allowed_token_ids, request.bad_words, request.priority, request.cache_salt) == ([1], ["x"], 1, "s")

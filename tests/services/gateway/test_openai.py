@@ -176,7 +176,7 @@ async def test_sampling_fields_reach_the_worker(mesh: Mesh, client: Client) -> N
             "cache_salt": "pepper",
             "priority": 3,
         },
-        extra_headers={"x-slo-class": "interactive", "x-slo-ttft-ms": "123"},
+        extra_headers={"x-slo-class": "interactive", "x-slo-ttft-ms": "123", "x-slo-e2e-ms": "4567"},
     )
     request = await assigned(mesh.first)
     s = request.sampling
@@ -187,7 +187,8 @@ async def test_sampling_fields_reach_the_worker(mesh: Mesh, client: Client) -> N
     assert s.allowed_token_ids == (5, 9)
     assert hello in s.bad_words
     assert (request.cache_salt, request.priority) == ("pepper", 3)
-    assert (request.slo.slo_class, request.slo.ttft_slo_ms, request.slo.tpot_slo_ms) == ("interactive", 123.0, 50.0)
+    slo = request.slo
+    assert (slo.slo_class, slo.ttft_slo_ms, slo.tpot_slo_ms, slo.e2e_slo_ms) == ("interactive", 123.0, 50.0, 4567.0)
 
 
 async def test_stop_strings_end_the_text_and_never_leak(mesh: Mesh, client: Client) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 
+import msgspec
 import pytest
 
 from motet.shared import subjects
@@ -19,7 +20,7 @@ from motet.shared.errors import (
     Unavailable,
 )
 from motet.shared.leases import LeaseHolder
-from motet.shared.model import EmbeddingParams, Residency, SamplingParams, Slo
+from motet.shared.model import AdapterRef, EmbeddingParams, ImageParams, Residency, SamplingParams, Slo, Weighted
 from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.wire.prediction import Outcome, Prediction, PredictRequest
 from motet.shared.wire.request import Assigned, Cancel, pack_tokens
@@ -293,6 +294,17 @@ async def test_a_capability_that_no_worker_has_is_a_bad_request_that_names_the_f
     assert isinstance(answer, Overloaded) and "all 1 workers" in answer.message
 
 
+async def test_text_in_an_image_mesh_and_pictures_in_a_text_mesh_are_refused(bus, schedule, hire):
+    await hire("a-text")
+    service = await schedule()
+    answer = await submit(bus, generate_request(needs={"draws": "model"}))
+    assert type(answer) is BadRequest and answer.param == "model" and "no worker of demo serves pictures" in answer.message
+    await hire("b-draws", limits=worker_limits(base_model="drawn", capabilities=("draws",)))
+    await knows(service, "b-draws")
+    answer = await submit(bus, generate_request(base_model="drawn"))
+    assert type(answer) is BadRequest and answer.param == "model" and "draws images and makes no text" in answer.message
+
+
 async def test_text_that_only_pooling_models_could_make_is_refused_as_are_embeddings_without_one(bus, schedule, hire):
     await hire("w1")
     service = await schedule()
@@ -429,6 +441,22 @@ async def test_the_predictor_gets_what_the_gateway_knows_of_the_prompt_and_the_w
     assert (asked[0].features, asked[0].prompt_text) == (b"\x01\x02", "hello")
     assert (asked[0].min_tokens, asked[1].min_tokens) == (0, 64)
     assert [(r.features, r.prompt_text) for r in worker.assigned] == [(b"", "")] * 2
+
+
+async def test_the_length_of_a_picture_is_known_and_its_worker_draws(bus, connect, schedule, hire):
+    await predictor(await connect("predictor-1"), 7)
+    await hire("a-text")
+    draws = await hire("b-draws", limits=worker_limits(capabilities=("draws",), max_model_len=400, max_lora_rank=16))
+    service = await schedule(predict_ms=500.0)
+    adapters = tuple(Weighted(AdapterRef(name=d, digest=d, rank=16, size_bytes=1 << 20)) for d in ("d1", "d2"))
+    image = ImageParams(width=512, height=512, steps=30)
+    request = msgspec.structs.replace(
+        generate_request(), adapter=None, image=image, adapters=adapters, needs={"draws": "model"}
+    )
+    assert await submit(bus, request) == Assigned(worker_id="b-draws", predicted_tokens=31)
+    assert (draws.assigned[0].image, draws.assigned[0].adapters) == (image, adapters)
+    (brief,) = service.cluster.state.requests("b-draws").values()
+    assert (brief.rows, brief.rank, brief.adapter_digests) == (2.0, 32, ("d1", "d2"))
 
 
 async def test_without_a_predictor_the_schedulers_own_quantiles_decide(bus, schedule, hire):

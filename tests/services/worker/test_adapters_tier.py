@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from motet.services.worker import adapters
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.shared import subjects
+from motet.shared.adapter_blob import digest_of, read_site_index, write_site_blob
 from motet.shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable, WorkerFull
 from motet.shared.model import AdapterRef
 from tests.services.worker.support_adapters import AdapterTiers
@@ -102,6 +104,19 @@ class Bench:
 @pytest.fixture
 def bench(bus, tmp_path) -> Bench:
     return Bench(bus, tmp_path / "adapters")
+
+
+async def test_a_blob_of_sites_goes_through_all_tiers_as_any_other(bench):
+    pairs = {0: (1.0, np.ones((2, 3), np.float32), np.ones((5, 2), np.float32))}
+    data = write_site_blob({"unet.attn1.to_q 3x5": (pairs, 4)}, dtype="F32")
+    ref = AdapterRef(name="style", digest=digest_of(data), rank=2, size_bytes=len(data))
+    await bench.put(ref, data)
+    copy = await bench.tiers.acquire(ref)
+    assert copy.data == data == bench.file(ref).read_bytes() and read_site_index(copy.data, len(data)).sites == 1
+    bench.tiers.release(ref.digest)
+    bench.file(ref).write_bytes(data[:-1] + b"\x01")
+    again = Bench(bench.bus, bench.directory)
+    assert (await again.tiers.acquire(ref)).data == data and again.fetched == [ref.digest]
 
 
 async def test_twenty_waiting_requests_cause_one_fetch_and_all_hold_the_same_copy(bench):

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from motet.services.worker.engines import thread as engine_thread
 from motet.services.worker.engines.request import EngineRequest, StepOutput, StepReport, StepStats
-from motet.services.worker.native import thread as engine_thread
-from motet.services.worker.native.thread import EngineThread
+from motet.services.worker.engines.thread import EngineThread
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, WorkerLost
 from motet.shared.model import SamplingParams

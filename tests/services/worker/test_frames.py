@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from hashlib import sha256
+from io import BytesIO
+
 import pytest
 
 from motet.services.worker.frames import FrameSender
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.wire.stream import StreamItem, TokenFrame, TokenLogprobs
+from motet.shared.errors import Overloaded
+from motet.shared.objects import Objects, read_object
+from motet.shared.provision import provision
+from motet.shared.wire.stream import Picture, StreamItem, TokenFrame, TokenLogprobs
 from tests.support import eventually
 
 
@@ -72,3 +79,53 @@ async def test_losses_of_a_long_outage_are_reported_once_the_bus_is_back(bus, co
     [apology] = received[2].items
     assert (apology.request_id, apology.index, apology.finish) == ("request-1", 2, "error")
     assert apology.error.code == "worker_lost"
+
+
+def drawn(data: bytes, *, preview: bool = False, state: bytes = b"") -> StreamItem:
+    picture = Picture(data, "png", 64, 64, preview=preview, seed=1)
+    return StreamItem("picture", 0, 30, [30], None if preview else "stop", picture=picture, state=state)
+
+
+async def test_a_picture_larger_than_a_message_goes_through_the_object_store(bus, received, connect, monkeypatch):
+    worker = await connect("worker-w1")
+    await provision(bus, tenant_bytes=64 << 20, picture_ttl_s=3600.0)
+    monkeypatch.setattr(type(worker), "max_payload", property(lambda _: 4096 + 2000))
+    sender, data = Sender(worker), os.urandom(300_000)
+    sender.frames.put("g1", 7, [item(1), drawn(data), item(2)])
+    await sender.frames.flush(5)
+    await eventually(lambda: sum(len(frame.items) for frame in received) == 3)
+    stored = received[-1].items[0]
+    assert (stored.request_id, stored.index, stored.finish) == ("picture", 30, "stop")
+    assert stored.picture is not None and stored.picture.data == b"" and stored.picture.sha256 == sha256(data).digest()
+    sink = BytesIO()
+    await read_object(bus, await Objects.open(bus, subjects.PICTURES), stored.picture.object_name, sink)
+    assert sink.getvalue() == data and sender.lost == []
+
+
+async def test_a_picture_that_cannot_be_stored_is_told_to_be_lost(bus, received, connect, monkeypatch):
+    worker = await connect("worker-w1")
+    await provision(bus, tenant_bytes=64 << 20, picture_ttl_s=3600.0)
+    monkeypatch.setattr(type(worker), "max_payload", property(lambda _: 4096 + 2000))
+
+    async def full(*_: object, **__: object) -> None:
+        raise Overloaded("the store is full")
+
+    monkeypatch.setattr(Objects, "put", full)
+    sender = Sender(worker)
+    sender.frames.put("g1", 7, [drawn(b"x" * 10_000)])
+    await eventually(lambda: received)
+    [lost] = received[0].items
+    assert (lost.index, lost.finish, lost.error.code) == (30, "error", "worker_lost") and "full" in lost.error.message
+
+
+async def test_checkpoints_and_previews_that_do_not_fit_are_left_out_in_their_place(received, connect, monkeypatch):
+    worker = await connect("worker-w1")
+    monkeypatch.setattr(type(worker), "max_payload", property(lambda _: 4096 + 2000))
+    sender = Sender(worker)
+    checkpoint = StreamItem("picture", 0, 5, [5], state=b"x" * 10_000)
+    sender.frames.put("g1", 7, [item(1), checkpoint])
+    sender.frames.put("g1", 8, [drawn(b"x" * 10_000, preview=True)])
+    sender.frames.put("g1", 9, [item(2)])
+    await eventually(lambda: sum(len(frame.items) for frame in received) == 4)
+    items = [one for frame in received for one in frame.items]
+    assert [(one.tokens, one.state, one.picture) for one in items[1:3]] == [([5], b"", None), ([30], b"", None)]

@@ -18,8 +18,8 @@ from motet.policies.memory import kv_travel
 from motet.policies.memory.kv_blocks import cache_scope
 from motet.policies.memory.kv_travel import content_keys
 from motet.services.worker import kv_transfer, metrics
+from motet.services.worker.engines.thread import ThreadKv
 from motet.services.worker.kv_transfer import KvTransfer
-from motet.services.worker.native.thread import ThreadKv
 from motet.shared import subjects
 from motet.shared.errors import Conflict, NotFound, from_info
 from motet.shared.model import KvOffer, SamplingParams

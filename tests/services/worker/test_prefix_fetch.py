@@ -16,7 +16,7 @@ from motet.policies.memory import kv_travel
 from motet.policies.memory.kv_blocks import cache_scope, short_key
 from motet.policies.memory.kv_travel import MOVES, content_keys
 from motet.services.worker import kv_transfer, metrics
-from motet.services.worker.native.thread import ThreadKv
+from motet.services.worker.engines.thread import ThreadKv
 from motet.shared import subjects
 from motet.shared.errors import BadRequest, Conflict, MotetError, Overloaded, from_info
 from motet.shared.model import AdapterRef, KvOffer

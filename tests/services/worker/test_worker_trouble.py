@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from motet.services.worker.native import thread as engine_thread
+from motet.services.worker.engines import thread as engine_thread
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.wire.request import Drain
 from tests.services.worker.support_service import generate, latest

@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter
-    from motet.services.worker.native.engine import Engine
 
 T = TypeVar("T")
 log = logger("motet.worker.engine")
@@ -43,12 +42,66 @@ NATIVE: frozenset[Capability] = frozenset()
 """Motet's own engine has none of the optional capabilities."""
 
 
-class EngineThread:
-    """An `EngineProtocol`: owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in step order."""
+class SteppedEngine(Protocol):
+    """An engine that computes one step at a time, in one thread. `native.engine.Engine` is one."""
 
-    def __init__(self, build: Callable[[], Engine], deliver: Callable[[StepReport], None]) -> None:
+    pause_s: float
+    """How long `step` will find nothing to do unless a command comes first."""
+
+    @property
+    def kv_blocks_free(self) -> int: ...
+
+    @property
+    def adapter_bytes_free(self) -> int: ...
+
+    def take_prefixes(self) -> Mapping[int, bool] | None:
+        """What became of cached KV blocks since the last call (`worker_events.Stepped.prefixes`)."""
+
+    def has_work(self) -> bool:
+        """Whether `step` would compute or report anything, now or after `pause_s`."""
+
+    def step(self, now_s: float) -> StepOutput:
+        """Compute a step, and report what happened since the last one."""
+
+    def add(self, request: EngineRequest, now_s: float) -> None:
+        """Queue a request. Raises an error if it cannot be served."""
+
+    def cancel(self, request_id: str, epoch: int) -> bool: ...
+
+    def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> bool: ...
+
+    def pin_adapters(self, digests: Collection[str]) -> None: ...
+
+    def unload_adapter(self, digest: str) -> bool: ...
+
+    def abort_all(self, error: MotetError) -> StepOutput:
+        """End every request. Returns their last items."""
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+E = TypeVar("E", bound=SteppedEngine)
+
+
+class EngineThread(Generic[E]):
+    """An `EngineProtocol`: owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in step order.
+
+    `serves`: the engine's optional capabilities. `has_kv`: the engine has `kv`, blocks that other workers may read.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], E],
+        deliver: Callable[[StepReport], None],
+        *,
+        serves: frozenset[Capability] = NATIVE,
+        has_kv: bool = True,
+    ) -> None:
         self._build, self._deliver = build, deliver
-        self._commands: deque[Callable[[Engine], StepOutput | None]] = deque()
+        self._serves, self._has_kv = serves, has_kv
+        self._commands: deque[Callable[[E], StepOutput | None]] = deque()
         self._wake = threading.Event()
         self._credits = threading.Semaphore(MAX_AHEAD)
         self._stopping = False
@@ -61,13 +114,13 @@ class EngineThread:
 
     @property
     def serves(self) -> frozenset[Capability]:
-        """The optional capabilities of Motet's own engine."""
-        return NATIVE
+        """The optional capabilities of the engine."""
+        return self._serves
 
     @property
-    def kv(self) -> ThreadKv:
-        """The engine's KV blocks, for moves."""
-        return ThreadKv(self)
+    def kv(self) -> ThreadKv | None:
+        """The engine's KV blocks, for moves; None for an engine without."""
+        return ThreadKv(self) if self._has_kv else None
 
     async def start(self) -> None:
         """Build the engine in its thread. Raises what `build` raises."""
@@ -112,11 +165,11 @@ class EngineThread:
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, STOP_S)
 
-    def ask(self, question: Callable[[Engine], T]) -> asyncio.Future[T]:
+    def ask(self, question: Callable[[E], T]) -> asyncio.Future[T]:
         """Call `question(engine)` in the engine's thread between two steps. The future gets its result."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
-        def command(engine: Engine) -> None:
+        def command(engine: E) -> None:
             try:
                 found = question(engine)
             except Exception as error:
@@ -127,7 +180,7 @@ class EngineThread:
         self._post(command)
         return answer
 
-    def _post(self, command: Callable[[Engine], StepOutput | None]) -> None:
+    def _post(self, command: Callable[[E], StepOutput | None]) -> None:
         self._commands.append(command)
         self._wake.set()
 
@@ -157,7 +210,7 @@ class EngineThread:
                 self._wake.clear()
         engine.close()
 
-    def _apply(self, engine: Engine) -> None:
+    def _apply(self, engine: E) -> None:
         while self._commands:
             command = self._commands.popleft()
             try:
@@ -168,7 +221,7 @@ class EngineThread:
             if output is not None:
                 self._report(engine, output, now_s())
 
-    def _advance(self, engine: Engine) -> None:
+    def _advance(self, engine: SteppedEngine) -> None:
         began = self._busy_since = now_s()
         try:
             output = engine.step(began)
@@ -190,7 +243,7 @@ class EngineThread:
         output.stats.time_ms = (now_s() - began - output.stats.merge_s) * 1000
         self._report(engine, output, began)
 
-    def _abort(self, engine: Engine, error: Exception) -> StepOutput:
+    def _abort(self, engine: SteppedEngine, error: Exception) -> StepOutput:
         """End all requests after an exception that left the engine in an unknown state."""
         try:
             output = engine.abort_all(MotetError(f"the engine failed: {error!r}"))
@@ -200,7 +253,7 @@ class EngineThread:
         output.failure = error
         return output
 
-    def _report(self, engine: Engine, output: StepOutput, began_s: float) -> None:
+    def _report(self, engine: SteppedEngine, output: StepOutput, began_s: float) -> None:
         if not self._credits.acquire(blocking=False):
             waited_since_s = now_s()
             while not self._credits.acquire(timeout=0.1):
@@ -230,7 +283,7 @@ class EngineThread:
 class ThreadKv:
     """`engines.protocol.KvAccess`, carried out in the engine's thread."""
 
-    def __init__(self, thread: EngineThread) -> None:
+    def __init__(self, thread: EngineThread[Any]) -> None:
         self._ask = thread.ask
 
     def hold(self, name: str, request_id: str, epoch: int) -> asyncio.Future[list[bytes]]:
@@ -263,12 +316,12 @@ def _ignore(_: object) -> None:
     """The result of a command is not needed: the next step reports its effect."""
 
 
-def _check(engine: Engine) -> None:
+def _check(engine: SteppedEngine) -> None:
     if not engine.has_work():
         engine.check()
 
 
-def _add(engine: Engine, request: EngineRequest) -> StepOutput | None:
+def _add(engine: SteppedEngine, request: EngineRequest) -> StepOutput | None:
     try:
         engine.add(request, now_s())
         return None

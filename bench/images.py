@@ -1,0 +1,281 @@
+"""Pictures with many adapters: one mixed denoising batch, and diffusers in every way in which people serve adapters with it.
+
+The model has the image demo's architecture and random weights, so its pictures mean nothing and its times are the
+demo's. 32 adapters have ranks 8, 16, 32, 64 in turn, half of them on attention, half on every linear layer. All ways draw the
+same pictures, 15 DDIM steps with guidance, in turns, each with the number of threads that suits it best:
+
+    set_adapters    diffusers, one request at a time, all adapters loaded, `set_adapters` for each
+    fuse            diffusers, one request at a time, `fuse_lora` before it and `unfuse_lora` after
+    equal batches   diffusers, a batch for all requests with equal adapters, one batch after the other. With one adapter for
+                    all it is the upper bound of diffusers; with an adapter each it is `set_adapters`
+    motet           the engine of a worker, all requests in one batch; it writes PNG files as well
+
+`latents_error`: the largest difference of Motet's latents from those of `set_adapters`, over the largest latent, in any load.
+The *varied* load has several adapters per request, other weights and step counts, and requests without guidance, which
+diffusers cannot put in a batch. Then: a picture whose adapter must be copied, beside one whose adapter is there, while others
+are drawn. And the share of the trained demo's pictures of unseen captions that its checker calls by the right style.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from motet.shared.clock import now_s
+
+STEPS, GUIDANCE = 15, 2.0
+ADAPTERS = 32
+LOADS = ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8), (32, 0), (32, 1), (32, 8), (32, 32))
+QUICK_LOADS = ((4, 0), (4, 4))
+PROMPT = "a red circle on sky"
+ROUNDS = 3
+VARIED = 16
+COLD_ROUNDS, BESIDE = 9, 7
+CAPTIONS = 100
+BATCH = 50
+PARTS = ("batch", "cold", "styles")
+
+
+@dataclass(slots=True)
+class Way:
+    """One way to draw pictures, with its threads, and its times by load."""
+
+    draw: Callable[[Sequence[Any]], dict[int, np.ndarray]]
+    threads: int = 1
+    images_per_s: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+
+    def rate(self, load: tuple[int, int]) -> float:
+        """Images per second, the median of all rounds."""
+        return statistics.median(self.images_per_s[load])
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The bench's own options."""
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all", help="what to measure")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the tables, return the figures."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as a worker does
+    warnings.filterwarnings("ignore")
+    from diffusers.utils import logging as said
+
+    said.set_verbosity_error()
+    said.disable_progress_bar()
+    parts = PARTS if args.part == "all" else (args.part,)
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
+        if "batch" in parts or "cold" in parts:
+            bed = Bed(Path(directory), 4 if args.quick else ADAPTERS)
+            if "batch" in parts:
+                figures |= batches(args, bed)
+            if "cold" in parts:
+                figures |= cold(args, bed)
+        if "styles" in parts:
+            figures |= styles(args)
+    return figures
+
+
+class Bed:
+    """The checkpoint with its adapters, diffusers' pipelines and Motet's engine."""
+
+    def __init__(self, directory: Path, adapters: int) -> None:
+        from bench.images_diffusers import Asked, Diffusers
+        from bench.images_files import write_adapters, write_checkpoint
+        from bench.images_motet import Motet
+
+        self._asked = Asked
+        model = write_checkpoint(directory)
+        self.adapters = write_adapters(model, directory / "adapters", adapters)
+        self.diffusers = Diffusers(model, self.adapters)
+        self.motet = Motet(model, self.adapters, self.diffusers.tokens)
+
+    def asked(self, requests: int, distinct: int) -> list[Any]:
+        """Requests on so many distinct adapters in turn."""
+        return [self.one(i, ((self.adapters[i % distinct].name, 1.0),) if distinct else ()) for i in range(requests)]
+
+    def one(self, seed: int, adapters: tuple[tuple[str, float], ...], steps: int = STEPS, guidance: float = GUIDANCE) -> Any:
+        """One request."""
+        return self._asked(PROMPT, seed, steps, guidance, adapters)
+
+    def varied(self, requests: int) -> list[Any]:
+        """Requests of every kind."""
+        draw, found = np.random.default_rng(0), []
+        for i in range(requests):
+            count = (0, 1, 1, 1, 2, 1, 3, 1)[i % 8]
+            names = draw.choice(len(self.adapters), count, replace=False)
+            weights = draw.choice([1.0, 0.8, 0.6, 0.3], count)
+            chosen = tuple((self.adapters[n].name, float(w)) for n, w in zip(names, weights, strict=True))
+            found.append(self.one(1000 + i, chosen, int(draw.integers(8, 24)), (GUIDANCE, 1.0, 4.0)[i % 3]))
+        return found
+
+
+def batches(args: argparse.Namespace, bed: Bed) -> dict[str, Any]:
+    """Images per second of every way under every load."""
+    import torch
+
+    ways = {
+        "set_adapters": Way(bed.diffusers.set_adapters),
+        "fuse": Way(bed.diffusers.fuse),
+        "equal batches": Way(bed.diffusers.equal_batches),
+        "motet": Way(bed.motet.draw),
+    }
+    loads = QUICK_LOADS if args.quick else LOADS
+    for way in ways.values():
+        way.threads = _best_threads(way, bed.asked(*loads[-2 if args.quick else 4]))
+    worst = 0.0
+    for _ in args.watch.rounds(1 if args.quick else ROUNDS):
+        for load in loads:
+            asked = bed.asked(*load)
+            expected: dict[int, np.ndarray] = {}
+            for name, way in ways.items():
+                torch.set_num_threads(way.threads)
+                began_s = now_s()
+                latents = way.draw(asked)
+                way.images_per_s.setdefault(load, []).append(len(asked) / (now_s() - began_s))
+                expected = expected or latents
+                if name == "motet":
+                    worst = max(worst, error(latents, expected))
+    varied = bed.varied(8 if args.quick else VARIED)
+    worst_varied = error(bed.motet.draw(varied), bed.diffusers.set_adapters(varied))
+    rows = [
+        [f"{requests} / {distinct}", *(way.rate((requests, distinct)) for way in ways.values())] for requests, distinct in loads
+    ]
+    print(report.table("images per second (requests / distinct adapters)", ["load", *ways], rows))
+    print("threads: " + ", ".join(f"{name} {way.threads}" for name, way in ways.items()))
+    print(f"latents: error {worst:.1e}, varied {worst_varied:.1e}")
+    motet, last = ways["motet"], loads[-1]
+    plain = loads[-1][0], 0
+
+    def over(other: str, load: tuple[int, int] = last) -> float:
+        return statistics.median(a / b for a, b in zip(motet.images_per_s[load], ways[other].images_per_s[load], strict=True))
+
+    figures = {
+        "images": {f"{n}/{k}": {name: round(way.rate((n, k)), 2) for name, way in ways.items()} for n, k in loads},
+        "threads": {name: way.threads for name, way in ways.items()},
+        "mixed_vs_set_adapters_32": round(over("set_adapters"), 2),
+        "mixed_vs_fuse_32": round(over("fuse"), 2),
+        "mixed_vs_no_lora_32": round(
+            statistics.median(a / b for a, b in zip(motet.images_per_s[last], motet.images_per_s[plain], strict=True)), 3
+        ),
+        "no_lora_vs_diffusers_32": round(over("equal batches", plain), 2),
+        "latents_error": max(worst, worst_varied),
+    }
+    if not args.quick:
+        figures["mixed_vs_diffusers_bound_32"] = round(
+            statistics.median(
+                a / b for a, b in zip(motet.images_per_s[last], ways["equal batches"].images_per_s[32, 1], strict=True)
+            ),
+            3,
+        )
+    return figures
+
+
+def _best_threads(way: Way, asked: Sequence[Any]) -> int:
+    """The number of threads with which a way is fastest, the second time that it runs."""
+    import torch
+
+    times = {}
+    for threads in range(1, len(os.sched_getaffinity(0)) + 1):
+        torch.set_num_threads(threads)
+        way.draw(asked)
+        began_s = now_s()
+        way.draw(asked)
+        times[threads] = now_s() - began_s
+    return min(times, key=lambda threads: times[threads])
+
+
+def error(found: dict[int, np.ndarray], expected: dict[int, np.ndarray]) -> float:
+    """The largest difference of a request's latents, over its largest latent."""
+    assert found.keys() == expected.keys(), "every request has latents"
+    return max(float(np.abs(found[seed] - expected[seed]).max() / np.abs(expected[seed]).max()) for seed in expected)
+
+
+def cold(args: argparse.Namespace, bed: Bed) -> dict[str, Any]:
+    """The time of a picture whose adapter is copied beside others' steps, over that of one whose adapter is there."""
+    rounds, beside = (1, 2) if args.quick else (COLD_ROUNDS, BESIDE)
+    times: dict[str, list[float]] = {"cached": [], "cold": []}
+    for number in range(rounds):
+        for way, seen in times.items():
+            chosen = bed.adapters[number % len(bed.adapters)].name
+            if way == "cold":
+                bed.motet.engine.unload_adapter(bed.motet.hosts[chosen].digest)
+            else:
+                bed.motet.draw([bed.one(1, ((chosen, 1.0),))])
+            seen.append(_beside(bed, chosen, beside, number))
+    ratio = statistics.median(a / b for a, b in zip(times["cold"], times["cached"], strict=True))
+    rows = [[way, 1e3 * statistics.median(seen), 1e3 * max(seen)] for way, seen in times.items()]
+    print(report.table(f"a picture that joins {beside} others, ms", ["its adapter", "median", "worst"], rows))
+    return {"cold_vs_cached": round(ratio, 3)}
+
+
+def _beside(bed: Bed, name: str, beside: int, number: int) -> float:
+    """Seconds of a picture that joins others after their first steps."""
+    engine = bed.motet.engine
+    others = [one for one in bed.adapters if one.name != name]
+    for i in range(beside):
+        engine.add(bed.motet.request(bed.one(100 + i, ((others[(number + i) % len(others)].name, 1.0),), 3 * STEPS)), now_s())
+    for _ in range(3):
+        bed.motet.step()
+    request = bed.motet.request(bed.one(99, ((name, 1.0),)))
+    began_s, took_s = now_s(), 0.0
+    engine.add(request, began_s)
+    while engine.has_work():
+        if any(item.request_id == request.request_id and item.finish for item in bed.motet.step()):
+            took_s = now_s() - began_s
+    return took_s
+
+
+def styles(args: argparse.Namespace) -> dict[str, Any]:
+    """The share of pictures of unseen captions that have the style of their adapter, and of the base's that are plain."""
+    import torch
+    from transformers import CLIPTokenizer
+
+    from bench.images_diffusers import Asked
+    from bench.images_files import Adapter
+    from bench.images_motet import Motet
+    from motet.examples.demo_images import DEMO_IMAGES
+    from motet.examples.demo_images.checker import confusions
+    from motet.examples.demo_images.scenes import captions_of
+    from motet.examples.demo_images.styles import PLAIN
+
+    torch.set_num_threads(1)
+    model, folders = DEMO_IMAGES / "model", sorted((DEMO_IMAGES / "adapters").iterdir())
+    tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")
+
+    def tokens(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, padding="max_length", max_length=tokenizer.model_max_length).input_ids
+        return found
+
+    motet = Motet(model, [Adapter(folder.name, folder, 0, ()) for folder in folders], tokens)
+    unseen = captions_of("unseen")
+    captions = [unseen[i % len(unseen)] for i in range(4 if args.quick else CAPTIONS)]
+    names = [PLAIN, *(folder.name for folder in folders)]
+    wanted = [(name, caption) for caption in captions for name in names]  # neighbours have different adapters
+    pictures: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for start in range(0, len(wanted), BATCH):
+        some = wanted[start : start + BATCH]
+        asked = [
+            Asked(str(caption), start + i, STEPS, GUIDANCE, () if name == PLAIN else ((name, 1.0),))
+            for i, (name, caption) in enumerate(some)
+        ]
+        for (name, _), picture in zip(some, motet.pictures(asked), strict=True):
+            pictures[name].append(picture)
+    right = {name: confusions(drawn, captions).get(name, 0) / len(captions) for name, drawn in pictures.items()}
+    print(report.table("pictures in the right style", ["style", "share"], [[name, share] for name, share in right.items()]))
+    return {
+        "styles_right": round(statistics.mean(share for name, share in right.items() if name != PLAIN), 4),
+        "worst_style": min(right, key=lambda name: right[name]),
+        "worst_style_right": min(right.values()),
+        "plain_right": right[PLAIN],
+    }

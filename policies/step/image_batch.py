@@ -1,0 +1,278 @@
+"""Plans the steps of an image engine: which requests are encoded, denoised one step, or decoded next. Live engine and twin.
+
+    add ──> encode ──> denoise (steps times) ──> decode ──> gone          each arrow is a plan that the engine has carried out
+              ▲            any request may sit out any step: between two steps it is its latents and its encoding, a few 100 KiB
+              └─ all its adapters have slots
+
+Rules:
+1. The requests of a denoising step have one *bucket*: latents of one shape, encodings of one length. Each has its own adapters,
+   weights, sampler and number of the step.
+2. A step has as many rows as the bucket's *knee* (`times.image_times`) and the memory allow, and always one request.
+3. Within a bucket requests come in the order of `urgency`, by default that of arrival; those that have begun on another worker
+   go before all others, since they are older than their arrival here.
+4. Buckets share the time: the next step is that of the bucket which has had the least, so none starves. One that was away gets
+   no more for it.
+5. Only requests whose adapters all have slots are encoded and denoised. They get them all at once or none (`acquire_all`), so
+   no two requests wait for each other. Of a bucket the next requests hold slots: about two steps' rows of them, and as many
+   whose adapters are on their way. Copies run beside the steps; a request that waits for one, or for a slot, blocks nobody.
+   After `BYPASS_MAX` others got slots instead, it is the next to get them.
+6. Between two denoising steps there is at most one encoding and one decoding step, so neither keeps the others waiting.
+   Large pictures are decoded one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from motet.policies.memory.adapter_slots import AdapterSlots
+from motet.policies.times.image_times import Bucket, ImageTimes
+
+Stage = Literal["encode", "denoise", "decode"]
+BYPASS_MAX = 64
+AHEAD = 2
+"""Requests hold slots for so many steps' rows."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ImageSequence:
+    """A request between two steps. Engines add their tensors in a subclass.
+
+    `rows`: of one request in a step, 2 with guidance. `steps`: that are run, the first of them is number `step`. `adapters`:
+    different ones, each digest with its bytes.
+    """
+
+    order: int  # of arrival
+    bucket: Bucket
+    rows: int
+    steps: int
+    step: int = 0
+    adapters: tuple[tuple[str, int], ...] = ()
+    resumed: bool = False  # it has begun on another worker
+    stage: Stage = "encode"
+    holds: bool = False  # slots for all its adapters
+    passed: int = 0  # requests that got slots while this one could not
+
+
+S = TypeVar("S", bound=ImageSequence)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageBatchLimits:
+    """Limits of one engine. `rows_most`: the rows of a denoising step that fit the memory, for each bucket."""
+
+    rows_most: Callable[[Bucket], int] = lambda _: 32
+    encodes: int = 16  # requests of one encoding step
+    decodes: int = 8  # pictures of one decoding step
+    large_area: int = 64 * 64  # latents of more positions are decoded one at a time
+
+
+@dataclass(slots=True)
+class ImagePlan(Generic[S]):
+    """The next step, to be carried out in this order: evictions (digest, slot), copies (request, digest, slot), then the step.
+
+    Without a stage there is nothing to do but to wait for copies.
+    """
+
+    stage: Stage | None = None
+    requests: list[S] = field(default_factory=list)
+    evictions: list[tuple[str, int]] = field(default_factory=list)
+    loads: list[tuple[S, str, int]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """The rows of the step."""
+        return sum(one.rows for one in self.requests)
+
+
+def by_arrival(seq: ImageSequence, now_s: float) -> Any:
+    """First come, first served; resumed requests come before."""
+    return not seq.resumed, seq.order
+
+
+class ImageBatch(Generic[S]):
+    """The requests of one engine. `slots` are asynchronous: `arrived` on them makes an adapter's requests eligible.
+
+    `urgency(request, now_s)`: requests with a smaller one go first.
+    """
+
+    def __init__(
+        self,
+        limits: ImageBatchLimits,
+        *,
+        slots: AdapterSlots,
+        times: ImageTimes,
+        urgency: Callable[[S, float], Any] = by_arrival,
+    ) -> None:
+        self.limits, self.slots, self.times, self._urgency = limits, slots, times, urgency
+        self._requests: dict[S, None] = {}
+        self._served_ms: dict[Bucket, float] = {}  # of the buckets that have requests
+        self._between: set[Stage] = set()  # steps since the last denoising one
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[S]:
+        return iter(list(self._requests))
+
+    # ---- requests
+
+    def fits(self, adapters: Iterable[tuple[str, int]]) -> bool:
+        """Whether an engine without other requests has slots for all these adapters."""
+        sizes = [size_bytes for _, size_bytes in adapters]
+        return len(sizes) <= self.slots.slots and sum(sizes) <= self.slots.bytes_total
+
+    def add(self, seq: S) -> None:
+        """A new request. Raises ValueError for adapters that never fit."""
+        if not self.fits(seq.adapters):
+            raise ValueError(f"{len(seq.adapters)} adapters do not fit in {self.slots.slots} slots of the device")
+        if seq.bucket not in self._served_ms:
+            self._served_ms[seq.bucket] = min(self._served_ms.values(), default=0.0)
+        self._requests[seq] = None
+
+    def remove(self, seq: S) -> None:
+        """A request has ended, failed or was cancelled. Unknown ones are ignored."""
+        if seq not in self._requests:
+            return
+        del self._requests[seq]
+        self._release(seq)
+        if all(other.bucket != seq.bucket for other in self._requests):
+            del self._served_ms[seq.bucket]
+
+    def done(self, plan: ImagePlan[S], took_ms: float = 0.0) -> list[S]:
+        """The plan was carried out. Returns the requests that have ended by it. `took_ms`: of a denoising step, 0 for unknown.
+
+        Requests that were removed meanwhile are ignored.
+        """
+        ended: list[S] = []
+        if plan.stage == "denoise" and plan.requests:
+            bucket = plan.requests[0].bucket
+            self.times.observe(bucket, plan.rows, took_ms)
+            if bucket in self._served_ms:
+                self._served_ms[bucket] += took_ms or self.times.step_ms(bucket, plan.rows)
+        for seq in plan.requests:
+            if seq not in self._requests:
+                continue
+            if plan.stage == "decode":
+                ended.append(seq)
+                self.remove(seq)
+                continue
+            seq.step += plan.stage == "denoise"
+            seq.stage = "denoise" if seq.step < seq.steps else "decode"
+            if seq.stage == "decode":
+                self._release(seq)
+        return ended
+
+    # ---- plans
+
+    def plan(self, now_s: float) -> ImagePlan[S]:
+        """The next step, of requests that are there now. Slots for it are taken at once."""
+        plan: ImagePlan[S] = ImagePlan()
+        ordered = sorted(self._requests, key=lambda seq: self._urgency(seq, now_s))
+        ready = self._eligible(ordered, plan)
+        encodes = [seq for seq in ready if seq.stage == "encode"]
+        denoises = [seq for seq in ready if seq.stage == "denoise"]
+        decodes = [seq for seq in ordered if seq.stage == "decode"]
+        if encodes and not (denoises and "encode" in self._between):
+            plan.stage, plan.requests = "encode", self._encodes(encodes)
+        elif decodes and not (denoises and "decode" in self._between):
+            plan.stage, plan.requests = "decode", self._decodes(decodes)
+        elif denoises:
+            plan.stage, plan.requests = "denoise", self._denoises(denoises)
+        if plan.stage == "denoise":
+            self._between.clear()
+        elif plan.stage is not None:
+            self._between.add(plan.stage)
+        return plan
+
+    def rows_limit(self, bucket: Bucket) -> int:
+        """The rows that a step of this bucket should have: up to the knee, and what the memory holds."""
+        return self.times.knee(bucket, max(1, self.limits.rows_most(bucket)))
+
+    def _eligible(self, ordered: list[S], plan: ImagePlan[S]) -> list[S]:
+        """Rule 5: those that can be encoded or denoised now, with slots for those that can be next. They keep the order."""
+        room: dict[Bucket, list[int]] = {}  # rows of ready requests, and of those that wait for copies, still to be let in
+        ready: list[S] = []
+        blocked: list[S] = []
+        for seq in ordered:
+            if seq.stage == "decode":
+                continue
+            if seq.bucket not in room:
+                room[seq.bucket] = [AHEAD * self.rows_limit(seq.bucket)] * 2
+            left = room[seq.bucket]
+            if not seq.holds and left[0] <= 0:
+                continue
+            if seq.adapters and not seq.holds and (left[1] > 0 or self._here(seq)):
+                self._take_slots(seq, plan, blocked)
+            is_ready = self._here(seq) and (seq.holds or not seq.adapters)
+            if is_ready:
+                ready.append(seq)
+            if seq.holds or is_ready:
+                left[0 if is_ready else 1] -= seq.rows
+        return ready
+
+    def _take_slots(self, seq: S, plan: ImagePlan[S], blocked: list[S]) -> None:
+        """Slots for all its adapters, or none; `blocked` are those before it that got none."""
+        closed = any(one.passed >= BYPASS_MAX for one in blocked)
+        grants = None if closed else self.slots.acquire_all(seq.adapters)
+        if grants is None:
+            blocked.append(seq)
+            return
+        seq.holds, seq.passed = True, 0
+        for (digest, _), grant in zip(seq.adapters, grants, strict=True):
+            plan.evictions += grant.evicted
+            if grant.load:
+                plan.loads.append((seq, digest, grant.slot))
+        for waiting in blocked:
+            waiting.passed += 1
+
+    def _here(self, seq: S) -> bool:
+        """Whether all its adapters are on the device."""
+        slots = self.slots
+        return all(digest in slots and digest not in slots.loading for digest, _ in seq.adapters)
+
+    def _encodes(self, ready: list[S]) -> list[S]:
+        """Requests with prompts of one length."""
+        length = ready[0].bucket.text_tokens
+        return [seq for seq in ready if seq.bucket.text_tokens == length][: self.limits.encodes]
+
+    def _decodes(self, drawn: list[S]) -> list[S]:
+        """Pictures of one size; large ones one at a time."""
+        bucket = drawn[0].bucket
+        if bucket.area > self.limits.large_area:
+            return drawn[:1]
+        shape = bucket[:3]
+        return [seq for seq in drawn if seq.bucket[:3] == shape][: self.limits.decodes]
+
+    def _denoises(self, ready: list[S]) -> list[S]:
+        """Rules 1 to 4."""
+        served = self._served_ms
+        bucket = min({seq.bucket: None for seq in ready}, key=served.__getitem__)  # of equals that of the most urgent request
+        waits = min(served[seq.bucket] for seq in ready)
+        for other in {seq.bucket for seq in self._requests} - {seq.bucket for seq in ready}:
+            served[other] = max(served[other], waits)  # it cannot use its turn now
+        chosen: list[S] = []
+        left = self.rows_limit(bucket)
+        for seq in ready:
+            if seq.bucket == bucket and (seq.rows <= left or not chosen):
+                chosen.append(seq)
+                left -= seq.rows
+        return chosen
+
+    def _release(self, seq: S) -> None:
+        if seq.holds:
+            for digest, _ in seq.adapters:
+                self.slots.release(digest)
+            seq.holds = False
+
+    def check(self) -> None:
+        """Assert that slots and stages agree (tests)."""
+        users: dict[str, int] = {}
+        for seq in self._requests:
+            for digest, _ in seq.adapters if seq.holds else ():
+                users[digest] = users.get(digest, 0) + 1
+            assert 0 <= seq.step <= seq.steps and (seq.step < seq.steps or seq.stage != "denoise"), seq
+            assert not (seq.holds and seq.stage == "decode"), "it needs no adapters any more"
+        assert self._served_ms.keys() == {seq.bucket for seq in self._requests}, "times of buckets without requests"
+        self.slots.check(users)

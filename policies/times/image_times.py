@@ -1,0 +1,119 @@
+"""Times of denoising steps by picture size and rows, and the *knee*: how many rows of one size a step should have.
+
+    rows              1     2     4     8    16
+    ms               10    12    16    24    40       a larger batch than the knee makes all its pictures
+    ms per row       10     6     4     3   2.5       wait, and draws hardly more pictures per second
+
+The knee is the smallest number of rows at which the time per row is within NEAR of its least. Times between measured numbers
+of rows are interpolated, and extrapolated beyond the last one. They come from a warm-up and are refreshed by every step. A size
+that was never measured has the times of the nearest one, of which the part that grows with the rows grows with the pixels too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+NEAR = 0.05
+WEIGHT = 0.1
+"""Of the latest step in a mean time."""
+REFRESH = 32
+"""Steps of a size until its knee is computed again."""
+SIZES_MAX = 256
+START_MS = 1.0
+"""Assumed time of a step while no size was measured."""
+
+
+class Bucket(NamedTuple):
+    """What the requests of one step have in common: the shape of their latents, and the tokens of their encodings."""
+
+    height: int  # of the latents, as `width`
+    width: int
+    channels: int = 4
+    text_tokens: int = 77
+
+    @property
+    def area(self) -> int:
+        """The number of positions of the latents."""
+        return self.height * self.width
+
+
+class _Times:
+    """Mean times of one bucket, by rows."""
+
+    __slots__ = ("knees", "ms", "seen")
+
+    def __init__(self, ms: Iterable[tuple[int, float]] = ()) -> None:
+        self.ms: dict[int, float] = dict(ms)
+        self.seen = 0
+        self.knees: dict[int, int] = {}  # by the most rows
+
+    def observe(self, rows: int, took_ms: float) -> None:
+        known = self.ms.get(rows)
+        self.ms[rows] = took_ms if known is None else known + WEIGHT * (took_ms - known)
+        self.seen += 1
+        if known is None or self.seen % REFRESH == 0:
+            self.knees.clear()
+
+    def step_ms(self, rows: int) -> float:
+        """The time of a step of so many rows. It never falls with the rows, so a measured dip counts as flat."""
+        points = sorted(self.ms)
+        times = list(accumulate((self.ms[point] for point in points), max))
+        after = next((at for at, point in enumerate(points) if point >= rows), len(points))
+        if after == 0 or len(points) == 1:
+            return times[0]
+        after = min(after, len(points) - 1)  # beyond the end as in the last part
+        low, high = points[after - 1], points[after]
+        return times[after - 1] + (times[after] - times[after - 1]) * (rows - low) / (high - low)
+
+    def knee(self, most: int) -> int:
+        """The knee among 1 to `most` rows."""
+        if most not in self.knees:
+            each = [self.step_ms(rows) / rows for rows in range(1, most + 1)]
+            least = min(each)
+            self.knees[most] = next(rows for rows, ms in enumerate(each, 1) if ms <= (1.0 + NEAR) * least)
+        return self.knees[most]
+
+
+class ImageTimes:
+    """The step times of one worker, of at most `SIZES_MAX` buckets."""
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[Bucket, _Times] = OrderedDict()
+
+    def observe(self, bucket: Bucket, rows: int, took_ms: float) -> None:
+        """A step of so many rows took so long. Times that are not positive are ignored."""
+        if not took_ms > 0.0:
+            return
+        times = self._sizes.get(bucket)
+        if times is None:
+            if len(self._sizes) >= SIZES_MAX:
+                self._sizes.popitem(last=False)
+            times = self._sizes[bucket] = _Times()
+        times.observe(rows, took_ms)
+
+    def step_ms(self, bucket: Bucket, rows: int) -> float:
+        """The expected time of a step of so many rows."""
+        times = self._of(bucket)
+        return times.step_ms(rows) if times is not None else START_MS
+
+    def knee(self, bucket: Bucket, most: int) -> int:
+        """The rows that a step of this bucket should have, 1 to `most`; `most` where no size was measured."""
+        times = self._of(bucket)
+        return times.knee(most) if times is not None else most
+
+    def _of(self, bucket: Bucket) -> _Times | None:
+        """The bucket's own times, or while they are one those of the nearest bucket with more; None without any."""
+        own = self._sizes.get(bucket)
+        if own is not None and len(own.ms) > 1:
+            return own
+        known = [one for one, times in self._sizes.items() if len(times.ms) > 1]
+        if not known:
+            return own or next(iter(self._sizes.values()), None)
+        near = min(known, key=lambda one: abs(one.area - bucket.area))
+        times, share = self._sizes[near], bucket.area / near.area
+        first = times.step_ms(1)
+        fixed = max(0.0, min(first, 2 * first - times.step_ms(2)))  # of a step: what does not grow with its rows
+        return _Times((rows, fixed + share * (times.step_ms(rows) - fixed)) for rows in times.ms)
