@@ -95,11 +95,12 @@ def test_the_image_demo_serves_its_model_by_the_image_engine(tmp_path: Path, mon
     given = options("--demo-images", "--image-steps", "9")
     assert (given.served_model_name, given.adapters_dir, given.draws) == (IMAGES_BASE, str(tmp_path / "adapters"), True)
     assert command(given, tmp_path / "data", "worker-1").count("--engine") == 1
-    assert {name: given.given[name] for name in ("engine", "image_steps", "image_guidance", "image_max_pixels")} == {
+    assert {name: given.given[name] for name in ("engine", "image_steps", "image_guidance", "image_max_pixels", "threads")} == {
         "engine": "images",
         "image_steps": "9",
         "image_guidance": 2.0,
         "image_max_pixels": 256 * 256,
+        "threads": 1,
     }
     for other in (("--demo",), ("--model", str(DEMO / "model"))):
         with pytest.raises(ConfigError, match="--demo-images: each says what to serve"):
