@@ -149,31 +149,25 @@ def batches(args: argparse.Namespace, bed: Bed) -> dict[str, Any]:
     alone = {name: [f"{n}/{k}" for (n, k), threads in way.threads.items() if threads == 1] for name, way in ways.items()}
     print("faster with one thread: " + "; ".join(f"{name} {', '.join(loads) or 'never'}" for name, loads in alone.items()))
     print(f"latents: error {worst:.1e}, varied {worst_varied:.1e}")
-    motet, last = ways["motet"], loads[-1]
-    plain = loads[-1][0], 0
-
-    def over(other: str, load: tuple[int, int] = last) -> float:
-        return statistics.median(a / b for a, b in zip(motet.images_per_s[load], ways[other].images_per_s[load], strict=True))
-
+    motet, last, plain = ways["motet"], loads[-1], (loads[-1][0], 0)
     figures = {
         "images": {f"{n}/{k}": {name: round(way.rate((n, k)), 2) for name, way in ways.items()} for n, k in loads},
         "one_thread": alone,
-        "mixed_vs_set_adapters_32": round(over("set_adapters"), 2),
-        "mixed_vs_fuse_32": round(over("fuse"), 2),
-        "mixed_vs_no_lora_32": round(
-            statistics.median(a / b for a, b in zip(motet.images_per_s[last], motet.images_per_s[plain], strict=True)), 3
-        ),
-        "no_lora_vs_diffusers_32": round(over("equal batches", plain), 2),
+        "mixed_vs_set_adapters_32": _over(motet, last, ways["set_adapters"], last),
+        "mixed_vs_fuse_32": _over(motet, last, ways["fuse"], last),
+        "mixed_vs_no_lora_32": _over(motet, last, motet, plain),
+        "no_lora_vs_diffusers_32": _over(motet, plain, ways["equal batches"], plain),
         "latents_error": max(worst, worst_varied),
     }
-    if not args.quick:
-        figures["mixed_vs_diffusers_bound_32"] = round(
-            statistics.median(
-                a / b for a, b in zip(motet.images_per_s[last], ways["equal batches"].images_per_s[32, 1], strict=True)
-            ),
-            3,
-        )
-    return figures
+    return (
+        figures if args.quick else figures | {"mixed_vs_diffusers_bound_32": _over(motet, last, ways["equal batches"], (32, 1))}
+    )
+
+
+def _over(way: Way, load: tuple[int, int], other: Way, its_load: tuple[int, int]) -> float:
+    """The rate of a way under a load over that of another, the median of the rounds."""
+    pairs = zip(way.images_per_s[load], other.images_per_s[its_load], strict=True)
+    return round(statistics.median(one / two for one, two in pairs), 3)
 
 
 def _timed(way: Way, load: tuple[int, int], asked: Sequence[Any]) -> dict[int, np.ndarray]:
