@@ -65,6 +65,7 @@ class PictureOptions:
     asks: int = 50
     steps: Steps = STEPS
     settle_s: float = 0.0
+    under_way_s: float = UNDER_WAY_S
     seed: int = 1
 
 
@@ -175,7 +176,7 @@ class _Run:
         early = [self._begin() for _ in range(self.options.each - late)]
         streams = sum(way == "steps" for way in (WAYS[i % len(WAYS)] for i in range(self.options.each - late)))
         await eventually(lambda: self.pictures.flowing() >= streams or any(one.done() for one in early), within_s=60)
-        await asyncio.sleep(self._random.uniform(0.0, UNDER_WAY_S))  # time: how far the pictures are
+        await asyncio.sleep(self._random.uniform(0.0, self.options.under_way_s))  # time: how far the pictures are
         running = sum(not one.done() for one in early)
         begun = asyncio.get_running_loop().create_task(self._begin_late(late))
         one, row = await inject(self.mesh, self.pictures.attempts, fault, self.options.settle_s)
