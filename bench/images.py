@@ -136,7 +136,7 @@ def batches(args: argparse.Namespace, bed: Bed) -> dict[str, Any]:
             asked = bed.asked(*load)
             expected: dict[int, np.ndarray] = {}
             for name, way in ways.items():
-                latents = _timed(way, load, asked)
+                latents = _timed(way, load, asked, 1 if args.quick else len(os.sched_getaffinity(0)))
                 expected = expected or latents
                 if name == "motet":
                     worst = max(worst, error(latents, expected))
@@ -170,11 +170,10 @@ def _over(way: Way, load: tuple[int, int], other: Way, its_load: tuple[int, int]
     return round(statistics.median(one / two for one, two in pairs), 3)
 
 
-def _timed(way: Way, load: tuple[int, int], asked: Sequence[Any]) -> dict[int, np.ndarray]:
+def _timed(way: Way, load: tuple[int, int], asked: Sequence[Any], cores: int) -> dict[int, np.ndarray]:
     """Draw with the number of threads that was fastest the first time, and note the rate; returns the latents."""
     import torch
 
-    cores = len(os.sched_getaffinity(0))
     tried, latents = {}, {}
     for threads in [way.threads[load]] if load in way.threads else range(1, cores + 1):
         torch.set_num_threads(threads)
@@ -229,7 +228,6 @@ def _beside(bed: Bed, name: str, beside: int, number: int) -> float:
 
 def styles(args: argparse.Namespace) -> dict[str, Any]:
     """The share of pictures of unseen captions that have the style of their adapter, and of the base's that are plain."""
-    import torch
     from transformers import CLIPTokenizer
 
     from bench.images_diffusers import Asked
@@ -240,7 +238,6 @@ def styles(args: argparse.Namespace) -> dict[str, Any]:
     from motet.examples.demo_images.scenes import captions_of
     from motet.examples.demo_images.styles import PLAIN
 
-    torch.set_num_threads(1)
     model, folders = DEMO_IMAGES / "model", sorted((DEMO_IMAGES / "adapters").iterdir())
     tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")
 
