@@ -127,20 +127,20 @@ def batches(args: argparse.Namespace, bed: Bed) -> dict[str, Any]:
         "equal batches": Way(bed.diffusers.equal_batches),
         "motet": Way(bed.motet.draw),
     }
-    loads = QUICK_LOADS if args.quick else LOADS
+    loads, rounds, cores = (QUICK_LOADS, 1, 1) if args.quick else (LOADS, ROUNDS, len(os.sched_getaffinity(0)))
     for way in ways.values():
         way.draw(bed.asked(*loads[-1])[:2])  # nobody waits for lazy initialisation
     worst = 0.0
-    for _ in args.watch.rounds(1 if args.quick else ROUNDS):
+    for _ in args.watch.rounds(rounds):
         for load in loads:
             asked = bed.asked(*load)
             expected: dict[int, np.ndarray] = {}
             for name, way in ways.items():
-                latents = _timed(way, load, asked, 1 if args.quick else len(os.sched_getaffinity(0)))
+                latents = _timed(way, load, asked, cores)
                 expected = expected or latents
                 if name == "motet":
                     worst = max(worst, error(latents, expected))
-    varied = bed.varied(8 if args.quick else VARIED)
+    varied = bed.varied(min(VARIED, 4 * len(loads)))
     worst_varied = error(bed.motet.draw(varied), bed.diffusers.set_adapters(varied))
     rows = [
         [f"{requests} / {distinct}", *(way.rate((requests, distinct)) for way in ways.values())] for requests, distinct in loads

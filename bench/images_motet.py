@@ -31,7 +31,7 @@ MAX_RANK, MAX_BYTES = 64, 1 << 30
 
 
 class Motet:
-    """The engine as `motet up --demo-images` starts it, and the adapters in host memory. `prompt_tokens`: the ids of a padded prompt."""
+    """The engine with one thread, and the adapters in host memory. `prompt_tokens`: the ids of a padded prompt."""
 
     def __init__(self, model: Path, adapters: Sequence[Adapter], prompt_tokens: Callable[[str], list[int]]) -> None:
         config = WorkerConfig.of(model=str(model), engine="images", threads=1, max_loras=64, max_running=64)
