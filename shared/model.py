@@ -240,10 +240,17 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return {one.hold: one.digest for one in (self, *self.older)}
 
 
+class PictureBrief(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What schedulers need of a request for a picture besides what every request has."""
+
+    rows: float  # what it adds to a step
+    more: tuple[str, ...] = ()  # digests of its adapters after the first
+
+
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):
     """A request on a worker, as schedulers need it. Counts are tokens; `rank` 0 and `adapter_digest` "" mean the base model.
 
-    With several adapters `rank` is the sum of their ranks, and the digests after the first are in `more`.
+    With several adapters `rank` is the sum of their ranks.
     """
 
     request_id: str
@@ -259,8 +266,17 @@ class RequestBrief(msgspec.Struct, array_like=True, gc=False):
     tenant: str = ""
     tenant_weight: float = 1.0  # the tenant's share relative to others'
     cached_tokens: int = 0  # of its prompt, that are expected in the worker's prefix cache
-    rows: float = 1.0  # what it adds to a step
-    more: tuple[str, ...] = ()  # digests of further adapters
+    picture: PictureBrief | None = None  # of a request for one
+
+    @property
+    def rows(self) -> float:
+        """What it adds to a step."""
+        return 1.0 if self.picture is None else self.picture.rows
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """The digests of its adapters after the first."""
+        return () if self.picture is None else self.picture.more
 
     @property
     def adapter_digests(self) -> tuple[str, ...]:

@@ -362,7 +362,7 @@ class ClusterState:
                 self._locate(worker_id, digest)
             if old is not None and old.adapter_digest not in adapters:
                 self._locate(worker_id, old.adapter_digest)
-            if brief.more or (old is not None and old.more):
+            if load.uneven:
                 self._locate_all(worker_id, (*brief.more, *(old.more if old is not None else ())))
             began = began or (brief.phase == "running" and (old is None or old.phase != "running"))
             opens, same = opens or not queue.size, False
@@ -372,7 +372,7 @@ class ClusterState:
                 same = False
                 if old.adapter_digest not in adapters:
                     self._locate(worker_id, old.adapter_digest)
-                if old.more:
+                if load.uneven:
                     self._locate_all(worker_id, old.more)
         if running_left is not None:
             load.running_left = running_left

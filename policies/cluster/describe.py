@@ -17,7 +17,7 @@ from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.demand import Standing
 from motet.policies.cluster.worker_load import tokens_left
 from motet.policies.cluster.worker_table import hash_of
-from motet.shared.model import AdapterRef, ImageParams, Phase, RequestBrief, Slo, Weighted
+from motet.shared.model import AdapterRef, ImageParams, Phase, PictureBrief, RequestBrief, Slo, Weighted
 from motet.shared.wire.prefixes import PrefixKeys
 
 RESUMED_TTFT_MS = 300.0
@@ -71,10 +71,11 @@ def brief_of(
 
 
 def picture_brief(brief: RequestBrief, image: ImageParams, weighted: tuple[Weighted, ...]) -> RequestBrief:
-    """The facts of a request for a picture: what it adds to a step, and all its adapters."""
+    """The brief of a request for a picture, which has several adapters and adds as much to a step as its pixels do."""
     digests = [one.ref.digest for one in weighted] or [""]
     rank = sum(one.ref.rank for one in weighted)
-    return replace(brief, rows=image.rows, rank=rank, adapter_digest=digests[0], more=tuple(digests[1:]))
+    picture = PictureBrief(image.rows, tuple(digests[1:]))
+    return replace(brief, rank=rank, adapter_digest=digests[0], picture=picture)
 
 
 def first_and_more(weighted: tuple[Weighted, ...]) -> tuple[AdapterRef | None, tuple[AdapterRef, ...]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
-from motet.shared.model import RequestBrief
+from motet.shared.model import PictureBrief, RequestBrief
 
 Key = TypeVar("Key")
 
@@ -145,8 +145,8 @@ class WorkerLoad:
         self._book(brief)
         if brief.adapter_digest:
             self.adapters[brief.adapter_digest] = self.adapters.get(brief.adapter_digest, 0) + 1
-        if brief.more or brief.rows != 1.0:
-            self._add_picture(brief)
+        if brief.picture is not None:
+            self._count_picture(brief.picture, brief.rank, 1)
         share = self.tenants.get(brief.tenant)
         if share is None:
             share = self.tenants[brief.tenant] = Share()
@@ -166,8 +166,8 @@ class WorkerLoad:
         self._unbook(brief)
         if brief.adapter_digest:
             _one_less(self.adapters, brief.adapter_digest)
-        if brief.more or brief.rows != 1.0:
-            self._remove_picture(brief)
+        if brief.picture is not None:
+            self._count_picture(brief.picture, brief.rank, -1)
         share = self.tenants[brief.tenant]
         share.requests -= 1
         if not share.requests:
@@ -177,19 +177,16 @@ class WorkerLoad:
             self.tightest = min(self.objectives, default=inf)
         return brief
 
-    def _add_picture(self, brief: RequestBrief) -> None:
-        """Count rows beyond the first, and further adapters."""
+    def _count_picture(self, picture: PictureBrief, rank: int, sign: int) -> None:
+        """Count a picture's rows beyond the first and its further adapters (`sign` 1), or no longer (-1)."""
         self.uneven = True
-        self.extra_rows += brief.rows - 1.0
-        self.extra_ranks += (brief.rows - 1.0) * brief.rank
-        for digest in brief.more:
-            self.adapters[digest] = self.adapters.get(digest, 0) + 1
-
-    def _remove_picture(self, brief: RequestBrief) -> None:
-        self.extra_rows -= brief.rows - 1.0
-        self.extra_ranks -= (brief.rows - 1.0) * brief.rank
-        for digest in brief.more:
-            _one_less(self.adapters, digest)
+        self.extra_rows += sign * (picture.rows - 1.0)
+        self.extra_ranks += sign * (picture.rows - 1.0) * rank
+        for digest in picture.more:
+            if sign > 0:
+                self.adapters[digest] = self.adapters.get(digest, 0) + 1
+            else:
+                _one_less(self.adapters, digest)
 
     def kv_tokens_promised(self) -> float:
         """KV tokens that the queue will take, plus half of those that running requests will add (others end meanwhile)."""
@@ -234,8 +231,7 @@ def _same_kind(a: RequestBrief, b: RequestBrief) -> bool:
         and a.adapter_digest == b.adapter_digest
         and a.tpot_slo_ms == b.tpot_slo_ms
         and a.tenant == b.tenant
-        and a.rows == b.rows
-        and a.more == b.more
+        and a.picture == b.picture
     )
 
 

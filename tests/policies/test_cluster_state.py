@@ -10,7 +10,7 @@ import pytest
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.holders import IN_USE, ON_DEVICE, ON_HOST
 from motet.policies.cluster.worker_load import tokens_left, tokens_to_prefill
-from motet.shared.model import RequestBrief
+from motet.shared.model import PictureBrief, RequestBrief
 from tests.support_worker import PERF, worker_limits
 
 
@@ -60,7 +60,7 @@ def test_aggregates_stay_true_over_random_changes():
             output=draw.randrange(50),
             predicted=draw.randrange(50),
             tpot=draw.choice([0.0, 50.0, 200.0]),
-            rows=draw.choice([1.0, 1.0, 0.5, 2.0, 8.0]),
+            picture=draw.choice([None, None, *map(PictureBrief, (0.5, 1.0, 2.0, 8.0))]),
         )
         if what < 0.6:
             state.put_request(worker_id, made)
@@ -132,7 +132,7 @@ def test_where_adapters_are_stays_true_over_random_changes():
             state.put_worker(worker_id, worker_limits(), PERF)
         made = brief(f"r{draw.randrange(4)}", draw.choice([0, 4, 8]), draw.choice(["waiting", "running"]))
         if made.rank and draw.random() < 0.5:
-            made.more = ("d4",) if made.rank == 8 else ("d8",)
+            made.picture = PictureBrief(1.0, ("d4",) if made.rank == 8 else ("d8",))
         match what:
             case 0 | 1:
                 state.put_request(worker_id, made)

@@ -10,7 +10,7 @@ from bench.rivals import POLICIES
 from motet.policies.cluster import objectives
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.dispatch import Decision, decide
-from motet.shared.model import RequestBrief
+from motet.shared.model import PictureBrief, RequestBrief
 from tests.policies.test_dispatch import ask, cluster
 from tests.support_worker import PERF, worker_limits
 
@@ -250,7 +250,7 @@ def test_shares_are_forgotten_with_the_requests():
 
 
 def drawn(number: int, rows: float = 8.0) -> RequestBrief:
-    return RequestBrief(f"p{number}", 0, "", 0, 77, 0, 31, "running", 0.0, 0.0, rows=rows)
+    return RequestBrief(f"p{number}", 0, "", 0, 77, 0, 31, "running", 0.0, 0.0, picture=PictureBrief(rows))
 
 
 def picture(**more):

@@ -15,7 +15,7 @@ from motet.policies.cluster import shared_cost
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.times.perf_model import Kernel
-from motet.shared.model import PerfModel, Phase, RequestBrief
+from motet.shared.model import PerfModel, Phase, PictureBrief, RequestBrief
 from motet.shared.wire.prefixes import PrefixKeys, pack_keys
 from tests.policies.support_cost import Seen, cost_on
 from tests.support_worker import worker_limits
@@ -43,7 +43,8 @@ def drawn(draw: random.Random, kernels: list[Kernel]) -> Seen:
             draw.randint(1, 300), phase, draw.choice([0.0, 20.0, 60.0]),
         )  # fmt: skip
         if kernels == ["mbgmv"] and draw.random() < 0.5:  # image workers have that kernel
-            brief.rows, brief.more = draw.choice([0.5, 2.0, 8.0]), ("e", "f") if brief.adapter_digest == "d" else ()
+            more = ("e", "f") if brief.adapter_digest == "d" else ()
+            brief.picture = PictureBrief(draw.choice([0.5, 2.0, 8.0]), more)
         requests.append((brief, NOW_S - draw.uniform(0.0, 0.2)))
     return Seen(
         limits=limits,

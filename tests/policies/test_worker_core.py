@@ -35,7 +35,7 @@ from motet.policies.worker.worker_events import (
     TooLargeForHost,
 )
 from motet.policies.worker.worker_view import View
-from motet.shared.model import AdapterRef, RequestBrief
+from motet.shared.model import AdapterRef, PictureBrief, RequestBrief
 from tests.support_worker import brief_of, generate_request, worker_limits
 
 SIZE = 100
@@ -59,7 +59,9 @@ def assign(
     """A request for the adapters whose names are the letters of `names`."""
     refs = tuple(adapter(name, size_bytes) for name in names)
     brief = msgspec.structs.replace(
-        brief_of(generate_request(request_id, epoch=epoch)), adapter_digest=names[:1], more=tuple(names[1:])
+        brief_of(generate_request(request_id, epoch=epoch)),
+        adapter_digest=names[:1],
+        picture=PictureBrief(1.0, tuple(names[1:])),
     )
     return Assign(brief, owner, refs, request_id, fetch)
 

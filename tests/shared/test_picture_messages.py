@@ -37,7 +37,7 @@ def test_items_and_briefs_only_have_fields_appended() -> None:
     assert encoded == ["r", 1, 4, [9], None, None, None, None, 0, 0.0, None, b"", 7, None, b""]
     brief = RequestBrief("r", 1, "d", 8, 2, 0, 4, "waiting", cached_tokens=1)
     encoded = msgspec.msgpack.decode(msgspec.msgpack.encode(brief))
-    assert encoded == ["r", 1, "d", 8, 2, 0, 4, "waiting", 0.0, 0.0, "", 1.0, 1, 1.0, []]
+    assert encoded == ["r", 1, "d", 8, 2, 0, 4, "waiting", 0.0, 0.0, "", 1.0, 1, None]
 
 
 def test_items_and_briefs_of_before_are_still_read() -> None:
