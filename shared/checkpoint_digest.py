@@ -12,7 +12,7 @@ import os
 from hashlib import blake2b
 from pathlib import Path
 
-from motet.shared.image_shapes import INDEX
+from motet.shared.image_shapes import INDEX, is_image_base
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 DIGEST_BYTES = 16
@@ -32,7 +32,6 @@ def checkpoint_digest(directory: Path) -> str:
 
 
 def _files(directory: Path) -> list[Path]:
-    index = directory / INDEX
-    if index.is_file():
-        return [index, *sorted(directory.glob("*/*config.json")), *sorted(directory.glob("*/*.safetensors"))]
+    if is_image_base(directory):
+        return [directory / INDEX, *sorted(directory.glob("*/*config.json")), *sorted(directory.glob("*/*.safetensors"))]
     return [directory / "config.json", *sorted(directory.glob("*.safetensors"))]

@@ -24,6 +24,8 @@ PART_TOKENS = 77
 """Of every text encoder of the Stable Diffusion family."""
 CONTENT_TOKENS = PART_TOKENS - 2
 """Of a part, without the tokens that begin and end it."""
+PARTS_MAX = 3
+"""The most parts of a prompt that are served."""
 FILE_BYTES_MAX = 32 << 20
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 _NAMES = {"unk_token": _END, "bos_token": _START, "eos_token": _END, "pad_token": _END}

@@ -24,6 +24,8 @@ UNET = "unet"
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 PIPELINES = tuple(f"StableDiffusion{form}{task}Pipeline" for form in ("", "XL") for task in ("", "Img2Img", "Inpaint"))
 ENCODERS = ("CLIPTextModel", "CLIPTextModelWithProjection")
+LATENT_CHANNELS = 4
+"""Channels of latents. A UNet that reads more gets a mask and a masked picture as well."""
 SIZE_MAX = 1 << 16
 """The largest number of channels or features."""
 BLOCKS_MAX = 8
@@ -108,6 +110,11 @@ class ImageShapes(msgspec.Struct, frozen=True, kw_only=True):
     sites: tuple[Site, ...]
 
     @property
+    def inpaints(self) -> bool:
+        """Whether the UNet reads a mask and a masked picture besides the latents."""
+        return self.in_channels > LATENT_CHANNELS
+
+    @property
     def parts(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(site.part for site in self.sites))
 
@@ -117,6 +124,22 @@ class ImageShapes(msgspec.Struct, frozen=True, kw_only=True):
         for site in self.sites:
             found.setdefault(site.group, []).append(site)
         return {name: tuple(sites) for name, sites in found.items()}
+
+
+def is_image_base(directory: Path) -> bool:
+    """Whether the model in this directory draws pictures."""
+    return (directory / INDEX).is_file()
+
+
+def shrinks(config: Mapping[str, Any]) -> int:
+    """By how much a UNet or an autoencoder of this configuration shrinks a picture, each way. Raises UnsupportedModel.
+
+    Every block but the last halves it.
+    """
+    channels = config.get("block_out_channels")
+    if not isinstance(channels, list | tuple) or not 1 <= len(channels) <= BLOCKS_MAX:
+        raise UnsupportedModel("block_out_channels: a list of one number for each block is expected")
+    return 1 << (len(channels) - 1)
 
 
 def read_image_shapes(directory: Path) -> ImageShapes:

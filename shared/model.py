@@ -143,9 +143,14 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return self.steps if self.kind == "text" else min(int(self.steps * self.strength), self.steps)
 
     @property
+    def guided(self) -> bool:
+        """Whether each step computes it with and without the prompt."""
+        return self.guidance > 1.0
+
+    @property
     def rows(self) -> float:
         """What the picture adds to a step, in rows of 512 x 512 pixels without guidance."""
-        return (2 if self.guidance > 1.0 else 1) * self.width * self.height / (512 * 512)
+        return (2 if self.guided else 1) * self.width * self.height / (512 * 512)
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import BinaryIO, Protocol
+from collections.abc import Iterable
+from io import BytesIO
+from typing import Any, BinaryIO, Protocol
 
 from nats import errors as nats_errors
 from nats.aio.subscription import Subscription
@@ -20,7 +22,7 @@ from nats.js.object_store import ObjectStore
 
 from motet.shared import nats_compat
 from motet.shared.bus import PENDING_BYTES, PENDING_MSGS, Bus, reaching
-from motet.shared.errors import MotetError, NotFound, Unavailable
+from motet.shared.errors import MotetError, NotFound, TooLarge, Unavailable
 
 HEARTBEAT_S = 1.0
 DEAF_S = 5.0
@@ -119,6 +121,27 @@ async def read_object(bus: Bus, store: Objects, name: str, sink: BinaryIO) -> No
         await chunks.write(name, sink)
     finally:
         await chunks.close()
+
+
+async def read_bytes(bus: Bus, store: Objects, name: str, most: int) -> bytes:
+    """The bytes of an object, of which there may be `most`. Raises TooLarge for more, and what `read_object` raises."""
+    sink = _Bounded(most)
+    await read_object(bus, store, name, sink)
+    return sink.getvalue()
+
+
+class _Bounded(BytesIO):
+    """Takes at most `most` bytes. Raises TooLarge for more."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def writelines(self, parts: Iterable[Any], /) -> None:
+        for part in parts:
+            if self.tell() + len(part) > self._most:
+                raise TooLarge(f"an object has more than {self._most} bytes")
+            self.write(part)
 
 
 class _Chunks:

@@ -318,11 +318,14 @@ def write_model(work: Path, unet: Any, text_encoder: Any) -> None:
     pipeline.to(torch.float16).save_pretrained(written)
     shutil.rmtree(written / "tokenizer")
     write_tokenizer(written / "tokenizer")
+    for path in written.glob("*/config.json"):  # which say where their models were loaded from
+        config = {key: value for key, value in json.loads(path.read_text()).items() if key != "_name_or_path"}
+        path.write_text(json.dumps(config, indent=2) + "\n")
     written.replace(work / "model")
 
 
 def train_adapter(name: str, work: Path, seed: int, steps: int) -> str:
-    """Train one adapter on one thread and write it in its layout."""
+    """Train one adapter on one thread, and write its file in the layout of diffusers or kohya."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     shape, model = SHAPES[name], work / "model"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import orjson
@@ -19,9 +19,10 @@ from motet.cli.client import Client
 from motet.cli.pictures import as_half_blocks, as_kitty, speaks_kitty
 from motet.cli.progress import bar
 from motet.cli.terminal import connection
+from motet.shared.model import Sampler
 
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
-SAMPLERS = ("ddim", "euler", "euler_a", "dpmpp_2m")
+SAMPLERS = get_args(Sampler)
 _STEP = re.compile(r"step (\d+)/(\d+)(?: of picture (\d+))?")
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 

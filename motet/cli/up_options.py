@@ -25,13 +25,13 @@ from motet.examples.demo import BASE, DEMO, PARSER
 from motet.examples.demo_images import BASE as IMAGES_BASE
 from motet.examples.demo_images import DEMO_IMAGES
 from motet.services.gateway.config import GatewayConfig
-from motet.services.gateway.openai.image_base import ImageBase, is_image_base
+from motet.services.gateway.openai.image_base import ImageBase
 from motet.services.registry.config import RegistryConfig
 from motet.services.worker.config import WorkerConfig
 from motet.shared.chat_templates import served_templates
 from motet.shared.config import COMMON, PLUGINS, Config, ConfigError, Field, ServiceConfig, fields, load
 from motet.shared.hub import resolve_model
-from motet.shared.image_shapes import INDEX
+from motet.shared.image_shapes import INDEX, is_image_base
 
 DEMO_PIXELS = 256 * 256
 """The largest picture of the image demo: a step at 512x512 takes 8 s of a core, since attention grows with the square."""

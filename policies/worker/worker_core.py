@@ -244,7 +244,8 @@ class WorkerCore(Generic[R]):
         """Let requests in that wait for several adapters, and send out those for which there is no room any more."""
         gathering = self._gathering
         while (entry := gathering.too_many()) is not None:
-            self._let_go(entry)
+            self._stop_loads(entry)
+            self._release(entry)
         while True:
             if (large := gathering.too_large()) is not None:
                 entry, size_bytes = large
@@ -309,23 +310,23 @@ class WorkerCore(Generic[R]):
             self._gathering.leave(entry)
             if not waits:
                 return
+        self._stop_loads(entry, failed)
+
+    def _stop_loads(self, entry: Entry[R], failed: str = "") -> None:
+        """The loads that the request waits for, but the `failed` one, no longer count it."""
         for adapter in entry.adapters:
             if adapter.digest != failed and adapter.digest not in entry.holds:
                 self.host.give_up(adapter.digest, entry)
 
-    def _let_go(self, entry: Entry[R]) -> None:
-        """The request holds no copies, and waits for none."""
-        for adapter in entry.adapters:
-            if adapter.digest not in entry.holds:
-                self.host.give_up(adapter.digest, entry)
+    def _release(self, entry: Entry[R]) -> None:
+        """The request holds no copies any more."""
         for digest in entry.holds:
             self.host.release(digest)
         entry.holds = ()
 
     def _forget(self, entry: Entry[R]) -> None:
         entry.move("end")
-        for digest in entry.holds:
-            self.host.release(digest)
+        self._release(entry)
         request_id = entry.brief.request_id
         if self.book.get(request_id) is entry:
             del self.book[request_id]

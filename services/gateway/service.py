@@ -23,7 +23,7 @@ from motet.services.gateway.edge.connections import GuardedProtocol, files_for, 
 from motet.services.gateway.edge.idempotency import Once
 from motet.services.gateway.edge.tls import TlsListener
 from motet.services.gateway.intake.intake import Intake
-from motet.services.gateway.openai.image_base import ImageBase, ImageParts, is_image_base
+from motet.services.gateway.openai.image_base import ImageBase, ImageParts
 from motet.services.gateway.openai.lanes import Lanes
 from motet.services.gateway.openai.prepare import Preparer
 from motet.services.gateway.openai.profiles import Profiles
@@ -41,6 +41,7 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import load_certificate
 from motet.shared.errors import Unavailable
 from motet.shared.hub import resolve_model
+from motet.shared.image_shapes import is_image_base
 from motet.shared.malloc import return_large_buffers
 from motet.shared.placement import PlacementWatch
 from motet.shared.service import run

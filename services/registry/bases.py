@@ -20,7 +20,7 @@ from motet.shared.adapter_blob import digest_of
 from motet.shared.adapter_chat import AdapterChat
 from motet.shared.base_shapes import BaseShapes, read_shapes
 from motet.shared.base_tensors import base_tensors
-from motet.shared.image_shapes import INDEX, TEXT_ENCODERS, UNET, ImageShapes, read_image_shapes
+from motet.shared.image_shapes import INDEX, TEXT_ENCODERS, UNET, ImageShapes, is_image_base, read_image_shapes
 from motet.shared.model import TensorDigest
 from motet.shared.text_files import ADDED_FILE, CONFIG_FILE, SPECIAL_MAP_FILE
 
@@ -52,7 +52,7 @@ class Base(Protocol):
 
 def open_base(directory: Path, *, max_rank: int, max_bytes: int) -> Base:
     """The base model in `directory`. Raises UnsupportedModel naming the file, the field and the reason."""
-    if (directory / INDEX).is_file():
+    if is_image_base(directory):
         return ImageBase(read_image_shapes(directory), max_rank, max_bytes)
     return TextBase(directory, read_shapes(directory), max_rank, max_bytes)
 

@@ -17,7 +17,6 @@ from motet.shared.telemetry import logger
 from motet.shared.wire.stream import Picture, StreamItem
 
 log = logger("motet.worker.pictures")
-CHUNK_BYTES = 128 << 10
 OPEN_S = 1.0
 PUT_S = 30.0
 AT_ONCE = 4
@@ -56,7 +55,7 @@ class LargePictures:
             async with self._turns, asyncio.timeout(PUT_S):
                 if self._store is None:
                     self._store = await Objects.open(self._bus, subjects.PICTURES, wait_s=OPEN_S)
-                await self._store.put(name, picture.data, chunk_bytes=CHUNK_BYTES)
+                await self._store.put(name, picture.data)
         except (MotetError, TimeoutError) as error:
             reason = error.message if isinstance(error, MotetError) else f"not stored within {PUT_S:g} s"
             log.warning("picture not stored", extra={"request_id": item.request_id, "error": reason})

@@ -39,7 +39,7 @@ from motet.shared.base_shapes import ATTENTION, read_shapes
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
-from motet.shared.image_shapes import INDEX
+from motet.shared.image_shapes import is_image_base
 from motet.shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
 from motet.shared.profile import LinkFacts, MergeFacts
 from motet.shared.wire.refusal import Refused
@@ -101,7 +101,7 @@ async def measure(
     and no other clients. `progress` gets the share that is done. Raises ConfigError for a pooling model or an image model, and
     errors of the engine's steps.
     """
-    if (model_dir / INDEX).is_file():
+    if is_image_base(model_dir):
         raise ConfigError(
             "--model: an image model; only models that generate text are measured. A worker with --engine images measures its"
             " steps when it starts, and learns from all later ones"

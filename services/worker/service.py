@@ -53,7 +53,7 @@ from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, W
 from motet.shared.generation_config import notes
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
-from motet.shared.image_shapes import INDEX
+from motet.shared.image_shapes import is_image_base
 from motet.shared.json_files import FileError
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.model import PerfModel
@@ -403,7 +403,7 @@ def _stepped(report: StepReport, items: Sequence[StreamItem]) -> Stepped:
 
 def _notes(model_dir: Path) -> list[str]:
     """What the log should tell about the model's files. Raises ConfigError."""
-    if (model_dir / INDEX).is_file():
+    if is_image_base(model_dir):
         return []  # an image engine opens these itself
     try:
         return notes(model_dir)

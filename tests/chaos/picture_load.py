@@ -248,7 +248,7 @@ class DurablePictures(DurableLoad):
 
 
 class RepeatedSteps:
-    """Counts the steps that are computed again: those an owner has, less those of the checkpoint that it sends."""
+    """Counts the denoising steps that are run again: their gateway has received them, but its checkpoint is older."""
 
     def __init__(self) -> None:
         self._repeated: dict[tuple[str, int], int] = {}  # (request, epoch): steps

@@ -53,6 +53,7 @@ def test_the_model_has_the_files_of_a_stable_diffusion_checkpoint() -> None:
     for part, wanted in (("text_encoder", text_encoder_config()), ("vae", vae_config()), ("unet", unet_config())):
         config = json.loads((MODEL / part / "config.json").read_text())
         assert {key: config[key] for key in wanted} == wanted
+        assert "_name_or_path" not in config, "a folder of the machine that trained it"
     config = json.loads((MODEL / "scheduler" / "scheduler_config.json").read_text())
     assert {key: config[key] for key in scheduler_config()} == scheduler_config()
     assert json.loads((MODEL / "tokenizer" / "vocab.json").read_text()) == build_vocabulary()

@@ -10,21 +10,20 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from starlette.types import Send
-
-from motet.services.gateway.edge.sse import DONE, KEEP_ALIVE, EventStream
+from motet.services.gateway.edge.sse import EventStream
 from motet.services.gateway.openai import images
 from motet.services.gateway.openai.schemas import ImageEvent
 from motet.services.gateway.owner.encoding import encoded_at_once
 from motet.services.gateway.owner.made_by import MadeBy
 from motet.services.gateway.owner.stream import Signal, Stream
 from motet.shared.clock import unix_ms
-from motet.shared.errors import MotetError
 from motet.shared.wire.stream import Picture
 
 
 class ImageEvents(EventStream):
     """The pictures of one request."""
+
+    _error_begins = b"event: error\ndata: "
 
     def __init__(self, prepared: images.PreparedImages, streams: list[Stream], signal: Signal, made_by: MadeBy) -> None:
         super().__init__(streams, signal, made_by)
@@ -32,50 +31,21 @@ class ImageEvents(EventStream):
         self._steps = [0] * len(streams)  # that comments have told
         self._previews = [0] * len(streams)  # that events have shown
 
-    async def _pump(self, send: Send) -> None:
-        parts: list[bytes] = []
-        running = list(range(len(self._streams)))
-        while True:
-            try:
-                for i in list(running):
-                    stream = self._streams[i]
-                    stream.take()  # what it tells is in its fields
-                    parts += self._news(i, stream)
-                    if stream.ended:
-                        stream.take()  # raises what ended it
-                        parts.append(self._completed(i, images.finished(stream)))
-                        running.remove(i)
-            except MotetError as error:
-                parts += (b"event: error\ndata: ", encoded_at_once(error.openai()), b"\n\n", DONE)
-                break
-            if not running:
-                parts.append(DONE)
-                break
-            if not parts and self._due:
-                parts.append(KEEP_ALIVE)
-            if parts:
-                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
-                parts = []
-                self._sent, self._due = True, False
-            await self._signal.wait()
-        await send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
-
-    def _news(self, i: int, stream: Stream) -> list[bytes]:
+    def _news(self, i: int, stream: Stream, parts: list[bytes]) -> None:
         """The previews of a picture that no event has shown, and its steps so far."""
-        assert stream.drawing is not None, "only streams of pictures are here"
-        found = []
-        for picture in stream.drawing.previews[self._previews[i] :]:
-            found.append(self._event(i, "partial_image", picture, partial_image_index=self._previews[i]))
+        stream.take()  # what it tells is in its fields
+        for picture in stream.previews[self._previews[i] :]:
+            parts.append(self._event(i, "partial_image", picture, partial_image_index=self._previews[i]))
             self._previews[i] += 1
         steps = min(len(stream.tokens), self._prepared.image.steps_run)
         if self._prepared.progress and steps > self._steps[i]:
             self._steps[i] = steps
             which = f" of picture {i}" if len(self._streams) > 1 else ""
-            found.append(f": step {steps}/{self._prepared.image.steps_run}{which}\n\n".encode())
-        return found
+            parts.append(f": step {steps}/{self._prepared.image.steps_run}{which}\n\n".encode())
 
-    def _completed(self, i: int, picture: Picture) -> bytes:
-        return self._event(i, "completed", picture, seed=picture.seed, usage=self._prepared.usage(1))
+    def _ended(self, i: int, stream: Stream, parts: list[bytes]) -> None:
+        picture = images.finished(stream)
+        parts.append(self._event(i, "completed", picture, seed=picture.seed, usage=self._prepared.usage(1)))
 
     def _event(self, i: int, what: str, picture: Picture, **more: Any) -> bytes:
         kind: Any = f"{self._prepared.request.event}.{what}"

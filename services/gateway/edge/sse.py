@@ -37,7 +37,9 @@ _NOTHING = Delta()
 
 
 class EventStream(Response):
-    """Serves the streams of one request and cancels them when it ends for any reason. `_pump` says what is sent."""
+    """Serves the streams of one request and cancels them when it ends for any reason. Subclasses say what is sent."""
+
+    _error_begins = b"data: "
 
     def __init__(self, streams: list[Stream], signal: Signal, made_by: MadeBy) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
@@ -49,9 +51,48 @@ class EventStream(Response):
         self._gone = False
         self._sent = self._due = False  # something since the last beat; a keep-alive comment
 
-    async def _pump(self, send: Send) -> None:
-        """Send all parts of the body."""
+    def _opening(self) -> list[bytes]:
+        """What comes before all streams."""
+        return []
+
+    def _news(self, i: int, stream: Stream, parts: list[bytes]) -> None:
+        """Add to `parts` what stream i has to tell now. Raises the MotetError that it ends with."""
         raise NotImplementedError
+
+    def _ended(self, i: int, stream: Stream, parts: list[bytes]) -> None:
+        """Add to `parts` what stream i has to tell at its end. Raises a MotetError."""
+
+    def _closing(self) -> list[bytes]:
+        """What comes when all streams have ended well."""
+        return []
+
+    async def _pump(self, send: Send) -> None:
+        parts = self._opening()
+        running = list(range(len(self._streams)))
+        while True:
+            try:
+                for i in list(running):
+                    stream = self._streams[i]
+                    self._news(i, stream, parts)
+                    if stream.ended:
+                        stream.take()  # raises what ended it
+                        self._ended(i, stream, parts)
+                        running.remove(i)
+            except MotetError as error:
+                parts += (self._error_begins, encoded_at_once(error.openai()), b"\n\n", DONE)
+                break
+            if not running:
+                parts += self._closing()
+                parts.append(DONE)
+                break
+            if not parts and self._due:
+                parts.append(KEEP_ALIVE)
+            if parts:
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                parts = []
+                self._sent, self._due = True, False
+            await self._signal.wait()
+        await send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -121,40 +162,18 @@ class SseResponse(EventStream):
         self._frames = [self._frame(i) for i in range(len(streams))]
         self._offsets = [len(echo) for echo in prepared.echoes]
 
-    async def _pump(self, send: Send) -> None:
-        parts = self._opening()
-        running = list(range(len(self._streams)))
-        while True:
-            try:
-                for i in list(running):
-                    stream = self._streams[i]
-                    if self._plain and (texts := stream.take_texts()):
-                        parts += self._quick(i, texts)
-                    else:
-                        for delta in stream.take():
-                            if self._plain and delta.finish is None:
-                                parts += self._quick(i, [delta.text])
-                            elif event := self._full(i, delta):
-                                parts.append(event)
-                    if stream.ended:
-                        stream.take()  # raises what ended it
-                        running.remove(i)
-            except MotetError as error:
-                parts += (b"data: ", encoded_at_once(error.openai()), b"\n\n", DONE)
-                break
-            if not running:
-                if self._usage:
-                    parts.append(self._event([], answers.usage(self._prepared, self._streams)))
-                parts.append(DONE)
-                break
-            if not parts and self._due:
-                parts.append(KEEP_ALIVE)
-            if parts:
-                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
-                parts = []
-                self._sent, self._due = True, False
-            await self._signal.wait()
-        await send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
+    def _news(self, i: int, stream: Stream, parts: list[bytes]) -> None:
+        if self._plain and (texts := stream.take_texts()):
+            parts += self._quick(i, texts)
+            return
+        for delta in stream.take():
+            if self._plain and delta.finish is None:
+                parts += self._quick(i, [delta.text])
+            elif event := self._full(i, delta):
+                parts.append(event)
+
+    def _closing(self) -> list[bytes]:
+        return [self._event([], answers.usage(self._prepared, self._streams))] if self._usage else []
 
     def _opening(self) -> list[bytes]:
         """Roles (chat) or echoed prompts (completions)."""

@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 from motet.services.gateway.openai.lanes import Lane
 from motet.services.gateway.owner.picture_files import PictureFiles
-from motet.shared.clip_tokenizer import CONTENT_TOKENS, ClipTokenizer, parts_of
+from motet.shared.clip_tokenizer import CONTENT_TOKENS, PARTS_MAX, ClipTokenizer, parts_of
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, PromptTooLong
 from motet.shared.hf_config import UnsupportedModel, read_json, size_in
-from motet.shared.image_shapes import INDEX, read_image_shapes
+from motet.shared.image_shapes import INDEX, read_image_shapes, shrinks
 from motet.shared.model import Sampler
 from motet.shared.tokenizer import UnusableFile
 from motet.shared.wire.request import pack_tokens
 
-PARTS_MAX = 3
 PROMPT_CHARS_MAX = 32_000
 SIDE_MAX = 8192
 """The longest side of a picture, in pixels."""
@@ -46,11 +45,6 @@ class PromptTokens(NamedTuple):
     own: int  # tokens of both texts, without those that begin, end and pad a part
 
 
-def is_image_base(model_dir: Path) -> bool:
-    """Whether the model in this directory draws pictures."""
-    return (model_dir / INDEX).is_file()
-
-
 class ImageBase:
     """One checkpoint of the Stable Diffusion family, as far as requests need it."""
 
@@ -60,9 +54,9 @@ class ImageBase:
             shapes = read_image_shapes(model_dir)
             unet, vae = (_config(model_dir, f"{part}/config.json") for part in ("unet", "vae"))
             self.family = shapes.family
-            self.redraws_only = shapes.in_channels == 9  # an inpainting model: it needs a source picture and a mask
-            shrink = _halvings(vae)  # pixels per latent, each way
-            self.divisor_px = shrink * _halvings(unet)
+            self.redraws_only = shapes.inpaints  # it needs a source picture and a mask
+            shrink = shrinks(vae)  # pixels per latent, each way
+            self.divisor_px = shrink * shrinks(unet)
             self.native_px = size_in({"sample_size": _largest(unet.get("sample_size"))}, "sample_size", default=64) * shrink
             scheduler = read_json(model_dir / "scheduler" / "scheduler_config.json") or {}
             self.sampler = _SAMPLERS.get(str(scheduler.get("_class_name")), _OTHERWISE)
@@ -150,14 +144,6 @@ def _config(model_dir: Path, name: str) -> dict[str, Any]:
     if value is None:
         raise UnsupportedModel(f"{name} is missing")
     return value
-
-
-def _halvings(config: dict[str, Any]) -> int:
-    """By how much the blocks of a UNet or an autoencoder shrink a picture, each way: every block but the last halves it."""
-    channels = config.get("block_out_channels")
-    if not isinstance(channels, list) or not 1 <= len(channels) <= 8:
-        raise UnsupportedModel("block_out_channels: a list of one number for each block is expected")
-    return 1 << (len(channels) - 1)
 
 
 def _largest(sizes: Any) -> Any:

@@ -325,7 +325,7 @@ async def _drawn(owner: Owner, prepared: PreparedImages, held: Part) -> tuple[li
 
 def finished(stream: Stream) -> Picture:
     """The picture of a stream that has ended."""
-    picture = stream.drawing.picture if stream.drawing is not None else None
+    picture = stream.picture
     if picture is None:
         raise MotetError("the worker answered without a picture")
     return picture

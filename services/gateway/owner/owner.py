@@ -380,10 +380,11 @@ class Owner:
             losses=stream.losses,
         )
         if stream.drawing is not None and job.image is not None:
-            image = msgspec.structs.replace(job.image, state=b"", state_step=0)
-            size_bytes = len(stream.drawing.state) + sum(len(image.data) for image in job.images)
-            if size_bytes + ROOM_BYTES <= self._bus.max_payload:  # else the steps are repeated
-                image = msgspec.structs.replace(image, state=stream.drawing.state, state_step=stream.drawing.state_step)
+            state, state_step = stream.drawing.state, stream.drawing.state_step
+            size_bytes = len(state) + sum(len(image.data) for image in job.images)
+            if size_bytes + ROOM_BYTES > self._bus.max_payload:
+                state, state_step = b"", 0  # the steps are repeated
+            image = msgspec.structs.replace(job.image, state=state, state_step=state_step)
             return msgspec.structs.replace(request, image=image)
         if stream.prompt_logprobs is None:
             return request

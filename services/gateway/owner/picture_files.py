@@ -7,20 +7,18 @@ object   <tenant>.<id>
 
 from __future__ import annotations
 
-import io
 import re
 import secrets
 from typing import Literal, NamedTuple
 
+from motet.services.gateway.owner.pictures import PICTURE_BYTES_MAX
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.errors import MotetError, NotFound, Unavailable
+from motet.shared.errors import NotFound, Unavailable
 from motet.shared.model import PictureFormat
-from motet.shared.objects import Objects, read_object
+from motet.shared.objects import Objects, read_bytes
 
 Use = Literal["url", "res"]
-CHUNK_BYTES = 128 << 10
-PICTURE_BYTES_MAX = 64 << 20
 TYPES: dict[PictureFormat, str] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 _BUCKETS: dict[Use, str] = {"url": subjects.PICTURE_FILES, "res": subjects.RESULT_PICTURES}
 _ID = re.compile(r"(?P<use>url|res)-[0-9a-f]{32}\.(?P<format>png|jpeg|webp)")
@@ -44,7 +42,7 @@ class PictureFiles:
         """Store a picture; returns its id. Raises Overloaded when the store is full, or Unavailable."""
         picture_id = f"{use}-{secrets.token_hex(16)}.{form}"
         store = await self._store(use)
-        await store.put(self.object_name(tenant, picture_id), data, chunk_bytes=CHUNK_BYTES)
+        await store.put(self.object_name(tenant, picture_id), data)
         return picture_id
 
     async def read(self, tenant: str, picture_id: str) -> PictureFile:
@@ -54,17 +52,13 @@ class PictureFiles:
             raise _unknown()
         use, form = found["use"], found["format"]
         store, name = await self._store(use), self.object_name(tenant, picture_id)  # type: ignore[arg-type]
-        info = await store.info(name)
-        if info is None:
+        if await store.info(name) is None:  # reading would ask several times
             raise _unknown()
-        if (info.size or 0) > PICTURE_BYTES_MAX:
-            raise MotetError(f"the picture has {info.size} bytes, at most {PICTURE_BYTES_MAX} are read")
-        sink = io.BytesIO()
         try:
-            await read_object(self._bus, store, name, sink)
+            data = await read_bytes(self._bus, store, name, PICTURE_BYTES_MAX)
         except NotFound:
             raise _unknown() from None
-        return PictureFile(sink.getvalue(), TYPES[form])  # type: ignore[index]
+        return PictureFile(data, TYPES[form])  # type: ignore[index]
 
     @staticmethod
     def object_name(tenant: str, picture_id: str) -> str:

@@ -9,33 +9,20 @@ So a picture that cannot be read is a lost item: its request goes on at another 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from hashlib import sha256
-from io import BytesIO
-from typing import Any
 
 from msgspec.structs import replace
 
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.errors import MotetError, TooLarge, WorkerLost
-from motet.shared.objects import Objects, read_object
+from motet.shared.errors import MotetError, WorkerLost
+from motet.shared.objects import Objects, read_bytes
 from motet.shared.telemetry import logger
 from motet.shared.wire.stream import Picture, StreamItem
 
 log = logger("motet.owner.pictures")
 PICTURE_BYTES_MAX = 64 << 20
 OPEN_S = 1.0
-
-
-class _Bounded(BytesIO):
-    """Takes at most `PICTURE_BYTES_MAX`. Raises TooLarge for more."""
-
-    def writelines(self, parts: Iterable[Any], /) -> None:
-        for part in parts:
-            if self.tell() + len(part) > PICTURE_BYTES_MAX:
-                raise TooLarge(f"a picture has more than {PICTURE_BYTES_MAX} bytes")
-            self.write(part)
 
 
 class Pictures:
@@ -60,9 +47,7 @@ class Pictures:
     async def _read(self, picture: Picture) -> bytes:
         if self._store is None:
             self._store = await Objects.open(self._bus, subjects.PICTURES, wait_s=OPEN_S)
-        sink = _Bounded()
-        await read_object(self._bus, self._store, picture.object_name, sink)
-        data = sink.getvalue()
+        data = await read_bytes(self._bus, self._store, picture.object_name, PICTURE_BYTES_MAX)
         if sha256(data).digest() != picture.sha256:
             raise WorkerLost("its content does not match its SHA-256")
         with contextlib.suppress(MotetError):  # otherwise it expires

@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -83,6 +84,33 @@ class SteppedEngine(Protocol):
 
 
 E = TypeVar("E", bound=SteppedEngine)
+E_co = TypeVar("E_co", bound=SteppedEngine, covariant=True)
+
+
+class Assembled(Protocol[E_co]):
+    """A built engine: the facts about it (`opening.Facts`), and itself."""
+
+    @property
+    def engine(self) -> E_co: ...
+
+
+class Building(Generic[E]):
+    """Builds an engine when it is called, in the thread that will run it, and then has its facts.
+
+    `assemble` imports torch.
+    """
+
+    facts: Any
+
+    def __init__(self, assemble: Callable[[], Assembled[E]]) -> None:
+        self._assemble = assemble
+
+    def __call__(self) -> E:
+        # OpenMP threads spin at barriers unless told not to before torch is loaded. Beside a gateway, or anything else,
+        # on the same cores a spinning thread waits for one that cannot run: steps were six to ten times longer.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        self.facts = made = self._assemble()
+        return made.engine
 
 
 class EngineThread(Generic[E]):

@@ -24,13 +24,13 @@ from motet.services.worker.engines.opening import Facts
 from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.image_engine.checkpoint import Checkpoint, open_checkpoint
 from motet.services.worker.image_engine.device_adapters import DeviceAdapters
-from motet.services.worker.image_engine.engine import PARTS_MAX, ImageEngine
+from motet.services.worker.image_engine.engine import ImageEngine
 from motet.services.worker.image_engine.metadata import describe
 from motet.services.worker.image_engine.model import ImageModel
 from motet.services.worker.image_engine.passes import Passes
 from motet.services.worker.image_engine.pictures import write_picture
 from motet.services.worker.image_engine.sites import Sites
-from motet.shared.clip_tokenizer import PART_TOKENS
+from motet.shared.clip_tokenizer import PART_TOKENS, PARTS_MAX
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.hf_config import UnsupportedModel

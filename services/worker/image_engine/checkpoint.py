@@ -20,7 +20,16 @@ from transformers import logging as transformers_logging
 from motet.services.worker.image_engine.noise_config import NoiseConfig, read_noise_config
 from motet.shared.clip_tokenizer import PART_TOKENS, ClipTokenizer
 from motet.shared.hf_config import UnsupportedModel, read_json
-from motet.shared.image_shapes import INDEX, TEXT_ENCODERS, UNET, ImageShapes, read_image_shapes
+from motet.shared.image_shapes import (
+    INDEX,
+    LATENT_CHANNELS,
+    TEXT_ENCODERS,
+    UNET,
+    ImageShapes,
+    is_image_base,
+    read_image_shapes,
+    shrinks,
+)
 from motet.shared.tokenizer import UnusableFile
 
 VAE = "vae"
@@ -28,7 +37,6 @@ VARIANT = "fp16"
 """The variant of files that is preferred: half as many bytes to read."""
 _ENCODERS = {"CLIPTextModel": CLIPTextModel, "CLIPTextModelWithProjection": CLIPTextModelWithProjection}
 _STEMS = {UNET: "diffusion_pytorch_model", VAE: "diffusion_pytorch_model"} | dict.fromkeys(TEXT_ENCODERS, "model")
-LATENT_CHANNELS = 4
 TIME_IDS, SCORE_IDS = 6, 5
 """Numbers beside the time step: of SDXL (sizes and crop), and of its refiner (a score instead of the second size)."""
 
@@ -53,7 +61,7 @@ class Checkpoint:
     @property
     def inpaints(self) -> bool:
         """Whether its UNet reads a mask and a masked picture besides the latents."""
-        return self.shapes.in_channels > LATENT_CHANNELS
+        return self.shapes.inpaints
 
     @property
     def time_ids(self) -> int:
@@ -66,12 +74,12 @@ class Checkpoint:
     @property
     def latent_px(self) -> int:
         """Pixels per latent, each way."""
-        return 1 << (len(self.vae.config.block_out_channels) - 1)
+        return shrinks(self.vae.config)
 
     @property
     def multiple_px(self) -> int:
         """Width and height of a picture are multiples of it."""
-        return self.latent_px << (len(self.unet.config.block_out_channels) - 1)
+        return self.latent_px * shrinks(self.unet.config)
 
     @property
     def weight_bytes(self) -> int:
@@ -82,7 +90,7 @@ class Checkpoint:
 
 def open_checkpoint(model_dir: Path, told: Callable[[float], None] = lambda _: None) -> Checkpoint:
     """Load the checkpoint. `told` gets the share of the parts that are in memory. Raises UnsupportedModel."""
-    if (single := next(model_dir.glob("*.safetensors"), None)) is not None and not (model_dir / INDEX).exists():
+    if (single := next(model_dir.glob("*.safetensors"), None)) is not None and not is_image_base(model_dir):
         raise UnsupportedModel(
             f"{single.name} is a checkpoint in a single file; convert it with diffusers:"
             " StableDiffusionXLPipeline.from_single_file(...).save_pretrained(...)"

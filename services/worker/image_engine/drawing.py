@@ -1,4 +1,4 @@
-"""A request inside the image engine: its noise, its latents between two steps, its checkpoints, its items.
+"""One request in the image engine: the latents between two steps, the noise, the checkpoints, the items for its gateway.
 
 Everything random comes from one generator in the order in which diffusers draws for one picture: the source picture's latents,
 the noise, the latents of a masked picture, then a noise for each step of a sampler that needs it. So a seed gives diffusers'

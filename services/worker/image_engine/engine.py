@@ -27,7 +27,7 @@ from motet.services.worker.image_engine.device_adapters import DeviceAdapters
 from motet.services.worker.image_engine.drawing import Drawing
 from motet.services.worker.image_engine.passes import Passes
 from motet.services.worker.image_engine.pictures import write_picture
-from motet.shared.clip_tokenizer import PART_TOKENS
+from motet.shared.clip_tokenizer import PART_TOKENS, PARTS_MAX
 from motet.shared.clock import now_s as clock_s
 from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
 from motet.shared.model import ImageParams, RequestBrief, WorkerLimits
@@ -41,7 +41,6 @@ COPY_BYTES = 8 << 20
 IDLE_COPY_BYTES = 64 << 20
 KEEP_S = 0.5
 """Least time between two checkpoints of a request: about as much is drawn again when its worker dies."""
-PARTS_MAX = 3  # of a prompt
 
 
 class ImageEngine:
@@ -265,7 +264,7 @@ class ImageEngine:
         return Drawing(
             order=next(self._order),
             bucket=Bucket(image.height // latent_px, image.width // latent_px, text_tokens=parts * PART_TOKENS),
-            rows=2 if image.guidance > 1.0 else 1,
+            rows=2 if image.guided else 1,
             steps=image.steps_run,
             adapters=tuple((one.digest, self._adapters.size_bytes(one)) for one in request.copies),
             request=request,

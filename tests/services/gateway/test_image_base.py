@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.services.gateway.openai.image_base import SIDE_MAX, ImageBase, is_image_base
+from motet.services.gateway.openai.image_base import SIDE_MAX, ImageBase
 from motet.shared.clip_tokenizer import PART_TOKENS
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, PromptTooLong
+from motet.shared.image_shapes import is_image_base
 from motet.shared.wire.request import unpack_tokens
 from tests.services.gateway.support_pictures import DIVISOR_PX, NATIVE_PX, write_image_base
 from tests.support_images import REAL
