@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -34,25 +33,21 @@ class Diffusers:
     """The pipeline with all adapters loaded. Its ways draw the same pictures."""
 
     def __init__(self, model: Path, adapters: Sequence[Adapter]) -> None:
-        self._pipeline: Any = StableDiffusionPipeline.from_pretrained(model, torch_dtype=torch.float32, safety_checker=None)
-        self._pipeline.set_progress_bar_config(disable=True)
-        for adapter in adapters:
-            self._pipeline.load_lora_weights(str(adapter.folder), adapter_name=adapter.name)
-        self._fusable: Any = StableDiffusionPipeline.from_pretrained(model, torch_dtype=torch.float32, safety_checker=None)
-        self._fusable.set_progress_bar_config(disable=True)
-        for adapter in adapters:
-            self._fusable.load_lora_weights(str(adapter.folder), adapter_name=adapter.name)
-        self._fusable.disable_lora()
+        self._pipeline, self._fusable = (_loaded(model, adapters) for _ in range(2))
 
     def set_adapters(self, asked: Sequence[Asked]) -> Latents:
         """One request at a time, its adapters chosen by `set_adapters`."""
-        return {one.seed: self._drawn(self._pipeline, [one])[0] for one in asked if self._choose(self._pipeline, one)}
+        found = {}
+        for one in asked:
+            _choose(self._pipeline, one)
+            found[one.seed] = self._drawn(self._pipeline, [one])[0]
+        return found
 
     def fuse(self, asked: Sequence[Asked]) -> Latents:
         """One request at a time, its adapters added to the weights before and taken out after."""
         found = {}
         for one in asked:
-            self._choose(self._fusable, one)
+            _choose(self._fusable, one)
             if one.adapters:
                 self._fusable.fuse_lora(adapter_names=[name for name, _ in one.adapters])
             found[one.seed] = self._drawn(self._fusable, [one])[0]
@@ -65,7 +60,7 @@ class Diffusers:
         found: Latents = {}
         for _, some in groupby(sorted(asked, key=lambda one: one.adapters), key=lambda one: one.adapters):
             batch = list(some)
-            self._choose(self._pipeline, batch[0])
+            _choose(self._pipeline, batch[0])
             found |= {one.seed: latents for one, latents in zip(batch, self._drawn(self._pipeline, batch), strict=True)}
         return found
 
@@ -74,14 +69,6 @@ class Diffusers:
         tokenizer = self._pipeline.tokenizer
         found: list[int] = tokenizer(prompt, padding="max_length", max_length=tokenizer.model_max_length).input_ids
         return found
-
-    def _choose(self, pipeline: Any, one: Asked) -> bool:
-        if one.adapters:
-            pipeline.enable_lora()
-            pipeline.set_adapters([name for name, _ in one.adapters], [weight for _, weight in one.adapters])
-        else:
-            pipeline.disable_lora()
-        return True
 
     def _drawn(self, pipeline: Any, batch: Sequence[Asked]) -> list[np.ndarray]:
         """Latents of a batch, which is decoded to pictures as well."""
@@ -101,8 +88,19 @@ class Diffusers:
         return list(latents.numpy())
 
 
-def timed(way: Callable[[Sequence[Asked]], Latents], asked: Sequence[Asked]) -> tuple[float, Latents]:
-    """Seconds of a way, and the latents that it drew."""
-    began_s = time.perf_counter()
-    latents = way(asked)
-    return time.perf_counter() - began_s, latents
+def _loaded(model: Path, adapters: Sequence[Adapter]) -> Any:
+    """A pipeline with these adapters."""
+    pipeline: Any = StableDiffusionPipeline.from_pretrained(model, torch_dtype=torch.float32, safety_checker=None)
+    pipeline.set_progress_bar_config(disable=True)
+    for adapter in adapters:
+        pipeline.load_lora_weights(str(adapter.folder), adapter_name=adapter.name)
+    return pipeline
+
+
+def _choose(pipeline: Any, one: Asked) -> None:
+    """Let the pipeline use the adapters of a request, and no others."""
+    if one.adapters:
+        pipeline.enable_lora()
+        pipeline.set_adapters([name for name, _ in one.adapters], [weight for _, weight in one.adapters])
+    else:
+        pipeline.disable_lora()
