@@ -75,7 +75,7 @@ class Size:
 
 SIZES = {"M": Size(prompt_tokens=16, output_tokens=32, lap_tokens=24, copy_tokens=160, rounds=8, copies=1, phases=10)}
 """Sizes of the runs for models with long steps, because the whole bench has ten minutes."""
-QUICK = Size(output_tokens=16, lap_tokens=24, copy_tokens=200, rounds=1, copies=1, phases=2, phase_s=2.0)
+QUICK = Size(output_tokens=16, lap_tokens=128, copy_tokens=200, rounds=1, copies=1, phases=2, phase_s=2.0)
 
 
 @dataclass(frozen=True, slots=True)
