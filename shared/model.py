@@ -39,6 +39,8 @@ ADAPTERS_MAX = 8
 """Adapters of one request."""
 PREVIEWS_MAX = 3
 """Previews of one picture."""
+PICTURE_PIXELS_MAX, PICTURE_STEPS_MAX = 4 << 20, 1000
+"""What any worker draws; a gateway may be told to let less through."""
 
 ImageKind = Literal["text", "image", "inpaint"]
 Sampler = Literal["ddim", "euler", "euler_a", "dpmpp_2m"]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from motet.shared.config import COMMON, EXPERT, PER_PROCESS, BaseModelConfig, Config, ServiceConfig
-from motet.shared.model import Slo
+from motet.shared.model import PICTURE_PIXELS_MAX, PICTURE_STEPS_MAX, Slo
 
 ToolParser = Literal["", "hermes", "llama3_json", "mistral"]
 ReasoningParser = Literal["", "deepseek_r1", "qwen3"]
@@ -162,10 +162,16 @@ class ImagesConfig(Config, frozen=True, kw_only=True):
 
     image_max_pixels: Annotated[
         int,
-        Meta(ge=1024, le=1 << 22, description="largest picture to draw, in pixels (width times height)", extra=COMMON),
+        Meta(
+            ge=1024, le=PICTURE_PIXELS_MAX, description="largest picture to draw, in pixels (width times height)", extra=COMMON
+        ),
     ] = 1 << 20
-    image_max_steps: Annotated[int, Meta(ge=1, le=1000, description="maximum denoising steps of a picture", extra=COMMON)] = 100
-    image_steps: Annotated[int, Meta(ge=1, le=1000, description="denoising steps of a request that does not say")] = 30
+    image_max_steps: Annotated[
+        int, Meta(ge=1, le=PICTURE_STEPS_MAX, description="maximum denoising steps of a picture", extra=COMMON)
+    ] = 100
+    image_steps: Annotated[
+        int, Meta(ge=1, le=PICTURE_STEPS_MAX, description="denoising steps of a request that does not say")
+    ] = 30
     image_guidance: Annotated[
         float,
         Meta(

@@ -29,6 +29,7 @@ import uvloop
 
 from motet.examples.demo_images import BASE, DEMO_IMAGES
 from motet.shared.clock import now_s
+from motet.shared.model import PICTURE_STEPS_MAX
 from tests.chaos import faults
 from tests.chaos.faults import Fault
 from tests.chaos.load import ASK_S, Attempt
@@ -54,7 +55,7 @@ WAYS: tuple[Way, ...] = ("steps", "whole", "steps", "durable", "steps")  # of th
 LATE_ONE_IN = 4  # pictures begin with the fault
 UNDER_WAY_S = 1.5  # at most, from the first steps of a wave to its fault: some pictures have a checkpoint by then
 PREVIEWS = 2
-STEPS = Steps(60, 100)
+STEPS = Steps(200, 400)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def main() -> int:
 
 def demo_images(directory: Path) -> Served:
     """The image model in `directory`, as `motet up --demo-images` serves it."""
-    given = {"engine": "images", "image_steps": 20, "image_guidance": 2.0}
+    given = {"engine": "images", "image_steps": 20, "image_max_steps": PICTURE_STEPS_MAX, "image_guidance": 2.0}
     return Served(directory / "model", BASE, directory / "adapters", draws=True, given=given)
 
 

@@ -16,7 +16,7 @@ from tests.chaos.pictures import DIFFERENCE_MAX, PictureOptions, demo_images, ru
 
 @pytest.mark.timeout(300)
 async def test_pictures_do_not_change_when_workers_and_a_scheduler_die_and_requests_move(tmp_path: Path) -> None:
-    options = PictureOptions(each=5, asks=5, steps=Steps(90, 100), under_way_s=0.2)  # a picture takes a second
+    options = PictureOptions(each=5, asks=5, steps=Steps(200, 220), under_way_s=0.2)  # a picture takes seconds
     mesh = MeshOptions(workers=2, gateways=1, served=demo_images(Path(os.environ.get("MOTET_DEMO_IMAGES", DEMO_IMAGES))))
     found = await run_pictures(tmp_path, mesh, options, [moves(), kill("worker-1", "scheduler-1", "worker-2")], print)
     assert not found.trouble, found.trouble[:5]

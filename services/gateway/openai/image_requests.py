@@ -18,7 +18,7 @@ from motet.services.gateway.openai.decoding import known
 from motet.services.gateway.openai.forms import FormFile, read_form
 from motet.services.gateway.openai.image_base import PROMPT_CHARS_MAX
 from motet.shared.errors import BadRequest
-from motet.shared.model import ADAPTERS_MAX, PREVIEWS_MAX, PictureFormat, Sampler
+from motet.shared.model import ADAPTERS_MAX, PICTURE_STEPS_MAX, PREVIEWS_MAX, PictureFormat, Sampler
 
 PICTURES_MAX = 10  # n, as OpenAI
 WEIGHT_MAX = 4.0
@@ -79,9 +79,9 @@ class _PictureRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     negative_prompt: (
         Annotated[str, Meta(max_length=PROMPT_CHARS_MAX, description="What the picture shall not show; needs guidance.")] | None
     ) = None
-    num_inference_steps: Annotated[int, Meta(ge=1, le=1000, description="Denoising steps (default: --image-steps).")] | None = (
-        None
-    )
+    num_inference_steps: (
+        Annotated[int, Meta(ge=1, le=PICTURE_STEPS_MAX, description="Denoising steps (default: --image-steps).")] | None
+    ) = None
     guidance_scale: (
         Annotated[
             float,

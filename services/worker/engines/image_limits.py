@@ -15,6 +15,6 @@ class ImageLimits:
     """Width and height are multiples of it: what VAE and UNet together divide by."""
     pixels_max: int
     """The largest picture, width x height."""
-    steps_max: int = 100
+    steps_max: int
     state_bytes_max: int = 64 << 20
     """The largest checkpoint of a picture."""

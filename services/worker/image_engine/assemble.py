@@ -34,12 +34,9 @@ from motet.shared.clip_tokenizer import PART_TOKENS, PARTS_MAX
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.hf_config import UnsupportedModel
-from motet.shared.model import ImageKind, ImageParams, SamplingParams, WorkerLimits
+from motet.shared.model import PICTURE_PIXELS_MAX, PICTURE_STEPS_MAX, ImageKind, ImageParams, SamplingParams, WorkerLimits
 from motet.shared.wire.request import Image
 
-STEPS_MAX = 100
-PIXELS_MAX = 4 << 20
-"""What any worker draws; gateways have a limit of their own."""
 ROWS_MAX, ROWS_AREA = 64, 8 * 64 * 64
 """The most rows of a step, and the most of their latents' positions together: what memory holds."""
 WARM_UP_STEPS, WARM_UP_PX = 3, 256
@@ -106,7 +103,10 @@ def assemble(
         eos_token_ids=frozenset(),  # a picture ends after its steps
         parse_adapter=parse_adapter,
         image=ImageLimits(
-            family=checkpoint.shapes.family, step_px=checkpoint.multiple_px, pixels_max=PIXELS_MAX, steps_max=STEPS_MAX
+            family=checkpoint.shapes.family,
+            step_px=checkpoint.multiple_px,
+            pixels_max=PICTURE_PIXELS_MAX,
+            steps_max=PICTURE_STEPS_MAX,
         ),
     )
 
@@ -118,7 +118,7 @@ def rows_most(bucket: Bucket) -> int:
 
 def _limits(config: WorkerConfig, adapter_bytes: int) -> WorkerLimits:
     """What the worker tells the other services about itself. Positions stand for tokens, and nothing is ever short of them."""
-    longest = STEPS_MAX + PARTS_MAX * PART_TOKENS
+    longest = PICTURE_STEPS_MAX + PARTS_MAX * PART_TOKENS
     batch = config.batch
     return WorkerLimits(
         base_model=config.base.name,

@@ -18,7 +18,15 @@ from motet.services.worker.observe import size_label
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.config import ConfigError
-from motet.shared.model import AdapterEntry, AdapterRef, AdapterVersion, ImageParams, SamplingParams, Weighted
+from motet.shared.model import (
+    PICTURE_STEPS_MAX,
+    AdapterEntry,
+    AdapterRef,
+    AdapterVersion,
+    ImageParams,
+    SamplingParams,
+    Weighted,
+)
 from motet.shared.wire.request import Cancel, GenerateRequest, pack_tokens
 from tests.services.worker.conftest import Start
 from tests.services.worker.image_engine.conftest import Oracles
@@ -131,7 +139,7 @@ async def test_a_worker_that_draws_takes_no_text_and_no_other_familys_adapters(
     assert "is for sdxl" in str(await worker.refusal(draw(oracle, (Weighted(other, 1.0),))))
     for change, why in (
         ({"width": 12}, "size: 12x32"),
-        ({"steps": 1000}, "num_inference_steps"),
+        ({"steps": PICTURE_STEPS_MAX + 1}, "num_inference_steps"),
         ({"kind": "image"}, "source"),
     ):
         assert why in str(await worker.refusal(draw(oracle, **change)))
