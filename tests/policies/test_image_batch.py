@@ -121,6 +121,18 @@ def test_a_size_that_comes_late_is_not_paid_for_its_absence() -> None:
     assert buckets == {SMALL: 10, WIDE: 10}
 
 
+def test_a_size_whose_requests_wait_for_a_copy_is_not_paid_for_that() -> None:
+    engine = batch()
+    engine.add(request(steps=1000))
+    engine.add(request("a", bucket=WIDE, steps=1000))
+    for _ in range(200):
+        assert step(engine, copies=False).requests[0].bucket == SMALL
+    engine.slots.arrived("a")
+    step(engine)
+    buckets = Counter(step(engine).requests[0].bucket for _ in range(20))
+    assert buckets == {SMALL: 10, WIDE: 10}
+
+
 def test_a_step_has_as_many_rows_as_the_knee_and_the_first_come_are_first() -> None:
     engine = batch(knee=4)
     several = [request(rows=2, steps=2) for _ in range(4)]
@@ -198,8 +210,9 @@ def test_slots_are_free_once_the_last_step_is_done() -> None:
     assert one.stage == "decode" and engine.slots.users("a") == 0
 
 
-def test_between_two_steps_one_encoding_and_one_decoding_step_run_at_most() -> None:
-    engine = batch(decodes=1, encodes=1)
+@pytest.mark.parametrize(("encodes", "other_steps"), [(1, 6 + 7), (16, 1 + 7)], ids=["one encoded at once", "all at once"])
+def test_between_two_steps_one_encoding_and_one_decoding_step_run_at_most(encodes: int, other_steps: int) -> None:
+    engine = batch(decodes=1, encodes=encodes)
     engine.add(request(steps=50))
     step(engine)
     for _ in range(6):
@@ -210,7 +223,7 @@ def test_between_two_steps_one_encoding_and_one_decoding_step_run_at_most() -> N
             gaps.append([])
         else:
             gaps[-1].append(plan.stage)
-    assert len(gaps) > 50 and sum(map(len, gaps)) == 13
+    assert len(gaps) > 50 and sum(map(len, gaps)) == other_steps
     assert all(len(gap) == len(set(gap)) for gap in gaps[:-1])
 
 
