@@ -30,9 +30,12 @@ from motet.shared.image_shapes import (
     read_image_shapes,
     shrinks,
 )
+from motet.shared.telemetry import logger
 from motet.shared.tokenizer import UnusableFile
 
+log = logger("motet.worker.engine")
 VAE = "vae"
+SAFETY_CHECKER = "safety_checker"
 VARIANT = "fp16"
 """The variant of files that is preferred: half as many bytes to read."""
 _ENCODERS = {"CLIPTextModel": CLIPTextModel, "CLIPTextModelWithProjection": CLIPTextModelWithProjection}
@@ -102,6 +105,8 @@ def open_checkpoint(model_dir: Path, told: Callable[[float], None] = lambda _: N
     index = read_json(model_dir / INDEX) or {}
     vae_config = read_json(model_dir / VAE / "config.json")
     _check_vae(index, vae_config)
+    if any(index.get(SAFETY_CHECKER) or ()):
+        log.warning("the checkpoint has a safety checker, which is not run: no picture is checked")
     xl = shapes.family.startswith("sdxl")
     noise = read_noise_config(model_dir, xl=xl)
     parts = [part for part in TEXT_ENCODERS if part in shapes.parts]

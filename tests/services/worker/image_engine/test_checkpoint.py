@@ -96,6 +96,14 @@ def test_what_is_not_served_is_refused_by_name(change: Change, why: str, copied:
         open_checkpoint(copied)
 
 
+def test_a_safety_checker_that_is_not_run_is_told(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_checkpoint(copied)
+    assert not caplog.records
+    edited("model_index.json", safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"])(copied)
+    open_checkpoint(copied)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "not run" in caplog.text
+
+
 def test_parts_that_do_not_belong_together_are_refused(copied: Path, oracles: Oracles) -> None:
     shutil.rmtree(copied / "text_encoder")
     shutil.copytree(oracles("sdxl").model_dir / "text_encoder_2", copied / "text_encoder")
