@@ -63,6 +63,8 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             f"{worker['worker_id']} has {escape(name)} merged into its weights: {worker['merged_share']:.0%} of its requests",
             highlight=False,
         )
+    for line in demand_lines(answer.get("demand") or []):
+        console.print(escape(line), highlight=False)
     if moves := answer.get("rebalance"):
         console.print(escape(f"{answer['scheduler_id']}: rebalance {moves['state']} ({moves['why']})"), highlight=False)
     for line in mechanism_lines(answer["workers"]):
@@ -79,6 +81,20 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
 def counted(count: int, noun: str) -> str:
     """`count` and the noun in its number: "1 adapter", "2 adapters"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def demand_lines(demand: list[dict[str, Any]]) -> list[str]:
+    """A line for each base model: what is asked of all schedulers, and whose reports are missing."""
+    lines = []
+    for one in demand:
+        line = (
+            f"{one['base_model']} is asked for {one['requests_s']:.3g} requests/s of {counted(one['adapters'], 'adapter')}, "
+            f"{one['prompt_tokens_s']:,.0f} + {one['output_tokens_s']:,.0f} tokens/s"
+        )
+        line += f", {one['refused_s']:.3g} refused/s" if one["refused_s"] else ""
+        line += f"; without the reports of {', '.join(one['missing'])}" if one["missing"] else ""
+        lines.append(line)
+    return lines
 
 
 def mechanism_lines(workers: list[dict[str, Any]]) -> list[str]:

@@ -23,6 +23,7 @@ from motet.policies.cluster.describe import brief_of, first_and_more, picture_br
 from motet.policies.cluster.dispatch import Decision, seconds_until_room
 from motet.policies.cluster.scheduler_core import SchedulerCore
 from motet.policies.lengths.quantiles import LengthQuantiles
+from motet.policies.scale.fleet_demand import REPORT_S, FleetDemand, Tally
 from motet.services.scheduler import metrics
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
@@ -39,7 +40,8 @@ from motet.shared.leases import LeaseWatch
 from motet.shared.model import AdapterRef, RequestBrief
 from motet.shared.service import BusService, run
 from motet.shared.telemetry import logger
-from motet.shared.wire.admin import ClusterStatus, StatusRequest
+from motet.shared.wire.admin import ClusterStatus, DemandStatus, StatusRequest
+from motet.shared.wire.demand import DemandReport
 from motet.shared.wire.prediction import Outcome, Prediction, PredictReply, PredictRequest
 from motet.shared.wire.refusal import Refused
 from motet.shared.wire.request import Assigned, AssignReply, Cancel, Control, GenerateRequest, ListPrefixes
@@ -71,6 +73,7 @@ class SchedulerService(BusService):
             self._log = _open_log(config.decision_log, setup)
         self.cluster = setup.cluster()
         self._core = SchedulerCore(config.options, self.cluster.state)
+        self.demand, self._tally = FleetDemand(), Tally(now_s())
         self.rebalancer: Rebalancer | None = None
         self.placer: Placer | None = None
 
@@ -81,8 +84,10 @@ class SchedulerService(BusService):
         self._bus = bus = await Bus.connect(self._config.bus, self.id, inbox=self.name)
         await bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
         await bus.subscribe(subjects.OUTCOME, Outcome, self._on_outcome)
+        await bus.subscribe(subjects.DEMAND, DemandReport, self._on_demand)
         watching = bus.spawn(self._watch_leases())
         bus.spawn(self._tick())
+        bus.spawn(self._tell_demand())
         await self._settle(watching)
         identity = f"{self.id}-{secrets.token_hex(8)}"
         places = self._core.options.rebalance == "on"
@@ -115,6 +120,8 @@ class SchedulerService(BusService):
         if self.rebalancer is not None:
             with contextlib.suppress(MotetError):
                 await self.rebalancer.stop()
+        with contextlib.suppress(MotetError):
+            await self._report_demand(leaving=True)
         await super().stop()
         if self._log is not None:
             self._log.close()
@@ -160,10 +167,47 @@ class SchedulerService(BusService):
     def _on_outcome(self, outcome: Outcome) -> None:
         self.lengths.observe(outcome.adapter_digest, outcome.output_tokens)
 
+    def _on_demand(self, report: DemandReport) -> None:
+        self.demand.hear(report, now_s())
+
+    async def _tell_demand(self) -> None:
+        """Tell all schedulers, this one too, what it was asked for. A report that is lost is demand that nobody sees."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            with contextlib.suppress(Unavailable):  # told with the next report
+                await self._report_demand()
+
+    async def _report_demand(self, *, leaving: bool = False) -> None:
+        bus = self._connected()
+        if bus.connected:
+            await bus.publish(subjects.DEMAND, self._tally.report(self.id, now_s(), leaving=leaving))
+
+    def _demand_status(self) -> list[DemandStatus]:
+        now = now_s()
+        missing = self.demand.missing(now)
+        return [
+            DemandStatus(
+                base_model=name,
+                requests_s=round(rates.requests_s, 3),
+                refused_s=round(rates.refused_s, 3),
+                prompt_tokens_s=round(rates.prompt_tokens_s, 1),
+                output_tokens_s=round(rates.output_tokens_s, 1),
+                adapters=sum(digest != "" for digest in rates.adapters),
+                missing=missing,
+            )
+            for name, rates in self.demand.rates(now).items()
+        ]
+
     async def _status(self, asked: StatusRequest) -> ClusterStatus:
         plans = await self.rebalancer.dry_run() if asked.plan and self.rebalancer is not None else []
         moves = self.rebalancer.mechanism if self.rebalancer is not None and self._core.options.rebalance != "off" else None
-        return ClusterStatus(scheduler_id=self.id, workers=self.cluster.status(now_s()), plans=plans, rebalance=moves)
+        return ClusterStatus(
+            scheduler_id=self.id,
+            workers=self.cluster.status(now_s()),
+            plans=plans,
+            rebalance=moves,
+            demand=self._demand_status(),
+        )
 
     # ---- a request
 
@@ -178,10 +222,24 @@ class SchedulerService(BusService):
             assigned = await self._place(request, predicted_tokens)
         except MotetError as error:
             metrics.DECISIONS.labels(error.code).inc()
+            if isinstance(error, Overloaded | Unavailable):
+                self._count(request, predicted_tokens, refused=True)
             raise
+        self._count(request, predicted_tokens)
         metrics.DECISIONS.labels("assigned").inc()
         metrics.SUBMIT_S.observe(now_s() - began)
         return assigned
+
+    def _count(self, request: GenerateRequest, predicted_tokens: int, *, refused: bool = False) -> None:
+        if not request.epoch:  # else it was counted before its loss, its move or its refusal
+            self._tally.asked(
+                request.base_model,
+                request.request_id,
+                [one.ref for one in request.weighted],
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=predicted_tokens,
+                refused=refused,
+            )
 
     async def _predict(self, request: GenerateRequest) -> int:
         """Expected output tokens over all epochs: the predictor's if it answers in time, else this scheduler's estimate."""

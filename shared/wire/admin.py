@@ -73,6 +73,18 @@ class PlanStatus(msgspec.Struct, kw_only=True):
     moves: list[MoveStatus]
 
 
+class DemandStatus(msgspec.Struct, kw_only=True):
+    """What all schedulers together are asked for, over the last half minute."""
+
+    base_model: str
+    requests_s: float  # the refused ones too
+    refused_s: float  # for want of room or of a worker
+    prompt_tokens_s: float
+    output_tokens_s: float  # predicted
+    adapters: int  # asked for of late
+    missing: list[str] = []  # schedulers whose reports are missing, so that the rates may be too low
+
+
 class ClusterStatus(msgspec.Struct, tag="cluster", kw_only=True):
     """All workers that a scheduler knows, by id, and the plans that were asked for."""
 
@@ -80,6 +92,7 @@ class ClusterStatus(msgspec.Struct, tag="cluster", kw_only=True):
     workers: list[WorkerStatus]
     plans: list[PlanStatus] = []
     rebalance: Mechanism | None = None  # of this scheduler; None where requests do not move
+    demand: list[DemandStatus] = []  # of the whole mesh
 
 
 StatusReply = ClusterStatus | Refused

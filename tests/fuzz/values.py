@@ -12,6 +12,7 @@ import msgspec
 
 from motet.shared.bus import encode
 from motet.shared.wire.admin import ClusterStatus, StatusRequest
+from motet.shared.wire.demand import DemandReport
 from motet.shared.wire.kv import KvOpened, KvPart, OpenKv, ProbeKv, ReadKv
 from motet.shared.wire.prediction import Outcome, Prediction, PredictRequest
 from motet.shared.wire.refusal import Refused
@@ -28,6 +29,7 @@ MESSAGES: tuple[Any, ...] = (
         PredictRequest,
         Prediction,
         Outcome,
+        DemandReport,
         RegisterAdapter,
         AliasAdapter,
         PinAdapter,

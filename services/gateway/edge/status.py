@@ -14,7 +14,7 @@ from motet.shared import subjects
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, from_info
 from motet.shared.model import Mechanism
-from motet.shared.wire.admin import PlanStatus, StatusReply, StatusRequest, WorkerStatus
+from motet.shared.wire.admin import DemandStatus, PlanStatus, StatusReply, StatusRequest, WorkerStatus
 from motet.shared.wire.refusal import Refused
 
 STATUS_TIMEOUT_S = 2.0
@@ -62,6 +62,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[Worker] = []
     plans: Annotated[list[PlanStatus], Meta(description="With `plan=true`: which requests would move, by base model.")] = []
     rebalance: Annotated[Mechanism | None, Meta(description="Whether requests move between workers, and why.")] = None
+    demand: Annotated[
+        list[DemandStatus], Meta(description="What the whole mesh is asked for, by base model, over the last half minute.")
+    ] = []
     absent_workers: Annotated[list[AbsentWorker], Meta(description="Workers that do not serve, and why.")]
     error: Annotated[str | None, Meta(description="Reason why no scheduler answered.")] = None
 
@@ -87,7 +90,8 @@ async def status_of(gateway: Gateway, *, plan: bool) -> Status:
         if isinstance(reply, Refused):
             raise from_info(reply.error)
         workers = [_worker(gateway, one) for one in reply.workers]
-        seen = {"scheduler_id": reply.scheduler_id, "workers": workers, "plans": reply.plans, "rebalance": reply.rebalance}
+        told = {"plans": reply.plans, "rebalance": reply.rebalance, "demand": reply.demand}
+        seen = {"scheduler_id": reply.scheduler_id, "workers": workers} | told
     except MotetError as error:
         seen = {"error": error.message}
     return Status(

@@ -9,6 +9,9 @@ from collections import Counter
 import msgspec
 import pytest
 
+import motet.services.scheduler.service as scheduler_service
+from motet.policies.scale.fleet_demand import REPORT_S
+from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import (
@@ -148,6 +151,27 @@ async def test_a_worker_with_impossible_limits_is_ignored_and_the_status_still_a
     await knows(service, "w1")
     status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)
     assert isinstance(status, ClusterStatus) and [worker.worker_id for worker in status.workers] == ["w1"]
+
+
+async def test_every_scheduler_knows_what_all_of_them_are_asked_for(bus, schedule, hire, monkeypatch):
+    monkeypatch.setattr(scheduler_service, "REPORT_S", 0.1)
+    worker = await hire("w1")
+    services = [await schedule(), await schedule()]
+    await asyncio.gather(*(submit(bus, generate_request(f"r{n}", rank=8)) for n in range(12)))
+    worker.refuse = Overloaded("queue full")
+    await submit(bus, generate_request("r12"))
+    await submit(bus, generate_request("r0", epoch=1, output=pack_tokens([1])))  # it goes on elsewhere
+
+    def asked(service: SchedulerService) -> list[tuple[float, float]]:
+        rates = service.demand.rates(time.monotonic()).values()
+        return [(round(one.requests_s * REPORT_S), round(one.refused_s * REPORT_S)) for one in rates]
+
+    await eventually(lambda: [asked(service) for service in services] == [[(13, 1)]] * 2)
+    status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)
+    assert isinstance(status, ClusterStatus) and (status.demand[0].base_model, status.demand[0].adapters) == ("demo", 1)
+    await services[0].drain()
+    await services[0].stop()
+    await eventually(lambda: len(services[1].demand.schedulers(time.monotonic())) == 1)
 
 
 # ---- workers that do not take it
