@@ -3,8 +3,7 @@
 
     ClusterState ─> questions ─> plans (in a thread) ─> Move to the gateways ─> the owner submits it again, `move_to` first
 
-Every scheduler has one, and one of them plans: the holder of the key `planner.scheduler` in the bucket of leases. It renews the
-key, and another one takes over when the key has not changed for `EXPIRY_S`. A holder that cannot renew it stops earlier.
+Of several schedulers one plans (`planner`).
 """
 
 from __future__ import annotations
@@ -13,76 +12,29 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-import msgspec
-
 from motet.policies.cluster.migration_plan import Plan
 from motet.policies.cluster.rebalance import Asked, Rebalancing
 from motet.services.scheduler import metrics
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.placer import Placer
+from motet.services.scheduler.planner import Planner
 from motet.shared import subjects
-from motet.shared.bus import Bus, decode, encode
-from motet.shared.clock import now_s, unix_ms
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Unavailable
-from motet.shared.kv import Bucket, KvEntry
-from motet.shared.leases import EXPIRY_S, RENEW_S
 from motet.shared.model import Mechanism, MechanismState
 from motet.shared.telemetry import logger
 from motet.shared.wire.admin import MoveStatus, PlanStatus
 from motet.shared.wire.request import Move
-from motet.shared.wire.worker_state import Lease
 
 log = logger("motet.scheduler.rebalancer")
-KEY = "planner.scheduler"  # as earlier versions and permissions name it
 LOOK_S = 0.25
-STOP_S = 1.5  # a holder that has not renewed for this long plans no more; shorter than EXPIRY_S
-
-
-class Turn:
-    """A role that one of several processes has at a time: the process that holds `key`."""
-
-    def __init__(self, bucket: Bucket, key: str, holder: str) -> None:
-        self._bucket, self._key, self._holder = bucket, key, holder
-        self._renewed_s = float("-inf")
-        self._seen: tuple[int, float] = 0, 0.0  # the key's last revision, and since when by our clock
-
-    @property
-    def mine(self) -> bool:
-        """Whether this process has the role now."""
-        return now_s() - self._renewed_s < STOP_S
-
-    async def renew(self) -> None:
-        """Renew the key, or take it if it has no holder or its holder is gone. Raises Unavailable when JetStream is away."""
-        began_s = now_s()
-        entry = await self._bucket.get(self._key)
-        if entry is not None and not self._ours(entry):
-            revision, since_s = self._seen
-            if entry.revision != revision:
-                self._seen = entry.revision, began_s
-                return
-            if began_s - since_s < EXPIRY_S:
-                return
-        lease = Lease(incarnation=self._holder, renewed_unix_ms=unix_ms())
-        if await self._bucket.replace(self._key, encode(lease), entry.revision if entry is not None else 0) is not None:
-            self._renewed_s = began_s
-
-    def _ours(self, entry: KvEntry) -> bool:
-        try:
-            return bool(decode(entry.value, Lease).incarnation == self._holder)
-        except msgspec.MsgspecError:
-            return False
-
-    async def release(self) -> None:
-        """Give up the role, so that another process can take it at once."""
-        if self.mine:
-            self._renewed_s = float("-inf")
-            await self._bucket.delete(self._key)
 
 
 class Rebalancer:
     """Plans moves of requests and placements of adapters. Of several schedulers only the one with the role acts.
 
-    `mean_tokens`: the average output length; `identity`: unique to this process; without a `placer` adapters are not placed.
+    `mean_tokens`: the average output length; without a `placer` adapters are not placed.
     """
 
     def __init__(
@@ -91,56 +43,36 @@ class Rebalancer:
         cluster: WatchedCluster,
         mean_tokens: Callable[[], float],
         *,
-        identity: str,
+        planner: Planner,
         stale_s: float,
         policy: Rebalancing,
         placer: Placer | None,
     ) -> None:
         self._bus, self._cluster, self._mean_tokens = bus, cluster, mean_tokens
-        self._identity, self._stale_s, self._policy = identity, stale_s, policy
+        self._planner, self._stale_s, self._policy = planner, stale_s, policy
         self._placer = placer
-        self._turn: Turn | None = None
-
-    @property
-    def planning(self) -> bool:
-        """Whether this scheduler has the role."""
-        return self._turn is not None and self._turn.mine
 
     @property
     def mechanism(self) -> Mechanism:
         """Whether requests move, and why, for people."""
-        return self._policy.mechanism(now_s()) if self.planning else Mechanism("off", "another scheduler moves requests")
+        return self._policy.mechanism(now_s()) if self._planner.mine else Mechanism("off", "another scheduler moves requests")
 
     async def run(self) -> None:
         """Check the cluster every `LOOK_S` seconds. Never returns."""
-        renewed_s, placed_s = float("-inf"), now_s()
+        placed_s = now_s()
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                if now_s() - renewed_s >= RENEW_S:
-                    renewed_s = now_s()
-                    await asyncio.wait_for(self._renew(), timeout=STOP_S)
-                if self.planning:
+                if self._planner.mine:
                     await self._move()
                     if self._placer is not None and now_s() - placed_s >= self._placer.every_s:
                         placed_s = now_s()
                         await self._placer.place()
             except (MotetError, TimeoutError) as error:
                 log.warning("no plan", extra={"error": repr(error)})
-            metrics.PLANNING.set(self.planning)
             state = self.mechanism.state
             for one in get_args(MechanismState):
                 metrics.MECHANISM.labels("rebalance", one).set(state == one)
-
-    async def stop(self) -> None:
-        """Give up the role, so that another scheduler can plan at once."""
-        if self._turn is not None:
-            await self._turn.release()
-
-    async def _renew(self) -> None:
-        if self._turn is None:
-            self._turn = Turn(await Bucket.open(self._bus, subjects.KV_LEASES, wait_s=0.0), KEY, self._identity)
-        await self._turn.renew()
 
     async def dry_run(self) -> list[PlanStatus]:
         """The plan for the present state, whatever the triggers say and whichever scheduler has the role."""

@@ -29,6 +29,7 @@ from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
 from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.placer import Placer
+from motet.services.scheduler.planner import Planner
 from motet.services.scheduler.rebalancer import Rebalancer
 from motet.services.scheduler.refusal import RETRY_S, refusal, too_late
 from motet.shared import subjects
@@ -74,6 +75,7 @@ class SchedulerService(BusService):
         self.cluster = setup.cluster()
         self._core = SchedulerCore(config.options, self.cluster.state)
         self.demand, self._tally = FleetDemand(), Tally(now_s())
+        self.planner: Planner | None = None
         self.rebalancer: Rebalancer | None = None
         self.placer: Placer | None = None
 
@@ -90,13 +92,14 @@ class SchedulerService(BusService):
         bus.spawn(self._tell_demand())
         await self._settle(watching)
         identity = f"{self.id}-{secrets.token_hex(8)}"
+        self.planner = planner = Planner(bus, identity)
         places = self._core.options.rebalance == "on"
         self.placer = placer = Placer(bus, self.cluster, self._core, identity=identity)
         self.rebalancer = Rebalancer(
             bus,
             self.cluster,
             self.lengths.mean_tokens,
-            identity=identity,
+            planner=planner,
             stale_s=self._config.stale_s,
             policy=self._core.rebalancer(),
             placer=placer if places else None,
@@ -105,6 +108,7 @@ class SchedulerService(BusService):
             await placer.start()
         if self._core.options.rebalance != "off":
             bus.spawn(self.rebalancer.run())
+            bus.spawn(planner.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
 
@@ -117,9 +121,9 @@ class SchedulerService(BusService):
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        if self.rebalancer is not None:
+        if self.planner is not None:
             with contextlib.suppress(MotetError):
-                await self.rebalancer.stop()
+                await self.planner.stop()
         with contextlib.suppress(MotetError):
             await self._report_demand(leaving=True)
         await super().stop()

@@ -60,7 +60,7 @@ def test_a_worker_that_draws_has_no_kv_blocks_to_show(monkeypatch: pytest.Monkey
 def test_what_is_asked_of_the_mesh_is_a_line_for_each_base_model() -> None:
     asked = {"base_model": "base", "requests_s": 12.34, "prompt_tokens_s": 2500.0, "output_tokens_s": 800.0, "adapters": 3}
     quiet = asked | {"refused_s": 0.0, "missing": []}
-    assert status.demand_lines([quiet, quiet | {"refused_s": 0.5, "missing": ["scheduler-2"], "adapters": 1}]) == [
+    assert status.demand_lines([quiet, quiet | {"refused_s": 0.5, "missing": ["s2"], "adapters": 1}]) == [
         "base is asked for 12.3 requests/s of 3 adapters, 2,500 + 800 tokens/s",
-        "base is asked for 12.3 requests/s of 1 adapter, 2,500 + 800 tokens/s, 0.5 refused/s; without the reports of scheduler-2",
+        "base is asked for 12.3 requests/s of 1 adapter, 2,500 + 800 tokens/s, 0.5 refused/s; without the reports of s2",
     ]

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from motet.policies.cluster.lost_workers import LostState
 from motet.services.gateway.edge.adapters import ShownRefused
 from motet.services.gateway.edge.parts import Gateway
-from motet.services.gateway.owner.lost_workers import LostState
 from motet.shared import subjects
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, from_info

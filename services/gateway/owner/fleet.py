@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from motet.policies.cluster.lost_workers import LostWorkers
 from motet.policies.cluster.worker_book import Holdings, WorkerBook
 from motet.policies.owner.workers_seen import WorkersSeen
-from motet.services.gateway.owner.lost_workers import LostWorkers
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from motet.services.gateway.owner.lost_workers import FORGET_S, KEPT, LostWorkers
+from motet.policies.cluster.lost_workers import FORGET_S, KEPT, LostWorkers
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.wire.worker_state import WorkerNotice

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from motet.policies.cluster.migration_plan import Moved, Plan
-from motet.services.scheduler import rebalancer
-from motet.services.scheduler.rebalancer import Turn
+from motet.services.scheduler import planner
+from motet.services.scheduler.planner import Turn
 from motet.shared import subjects
 from motet.shared.kv import Bucket
 from motet.shared.leases import EXPIRY_S
@@ -90,7 +90,7 @@ async def test_of_several_schedulers_one_plans_and_another_takes_over(bus, sched
     second = await schedule(rebalance="on", instance_id="s2")
 
     def turns() -> list[bool]:
-        return [one.rebalancer is not None and one.rebalancer.planning for one in (first, second)]
+        return [one.planner is not None and one.planner.mine for one in (first, second)]
 
     await eventually(lambda: any(turns()))
     for _ in range(10):
@@ -98,14 +98,14 @@ async def test_of_several_schedulers_one_plans_and_another_takes_over(bus, sched
         assert sum(turns()) <= 1
     holder, other = (first, second) if turns()[0] else (second, first)
     await holder.stop()
-    await eventually(lambda: other.rebalancer.planning, within_s=2.0)
+    await eventually(lambda: other.planner.mine, within_s=2.0)
 
 
 async def test_a_turn_whose_holder_is_silent_goes_to_another_one_and_not_before(bus, monkeypatch):
     bucket = await Bucket.open(bus, subjects.KV_LEASES)
     one, other = (Turn(bucket, "planner.test", name) for name in ("one", "other"))
     clock = [100.0]
-    monkeypatch.setattr(rebalancer, "now_s", lambda: clock[0])
+    monkeypatch.setattr(planner, "now_s", lambda: clock[0])
     await one.renew()
     await other.renew()
     assert one.mine and not other.mine
