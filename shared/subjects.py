@@ -9,6 +9,7 @@ PREDICT = "motet.v1.predict"  # request/reply, queue group: scheduler -> predict
 SCHEDULER_STATUS = "motet.v1.scheduler.status"  # request/reply, queue group: any -> one scheduler's view of the workers
 MOVE = "motet.v1.move"  # core: the scheduler that plans -> gateways, a request that should go on elsewhere
 DEMAND = "motet.v1.demand"  # core: scheduler -> schedulers, what it was asked for
+SCALE = "motet.v1.scale"  # core: the scheduler that plans -> schedulers, how many workers there should be
 OUTCOME = "motet.v1.outcome"  # core: gateway -> predictors, the true length of a finished request
 REGISTRY = "motet.v1.registry"  # request/reply, queue group: one subject per verb below it
 WORKER_STATES = "motet.v1.worker.*.state"

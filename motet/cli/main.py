@@ -37,6 +37,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "audit": ("motet.cli.keys:audit", "List who changed which adapter or key, and when."),
         "status": ("motet.cli.status:status", "Show workers, queues and memory of a running mesh."),
         "logs": ("motet.cli.logs:logs", "Print the logs of a running mesh."),
+        "scale": ("motet.cli.scale:scale", "Show how many workers there should be."),
         "rebalance": ("motet.cli.rebalance:rebalance", "Show which requests would move to other workers."),
     },
     "Planning": {

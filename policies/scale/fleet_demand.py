@@ -103,6 +103,7 @@ class FleetDemand:
 
     def __init__(self) -> None:
         self._bases: dict[str, _Base] = {}
+        self._counted: dict[str, tuple[int, int]] = {}
         self._heard: dict[str, float] = {}  # when, by scheduler
         self._since_s: float | None = None  # the beginning of the first report
 
@@ -118,6 +119,8 @@ class FleetDemand:
             for one in (*asked.adapters.values(), asked.rest):
                 _add(total, one)
             base.reports.append((now_s, total))
+            requests, tokens = self.counted(name)
+            self._counted[name] = requests + total.requests, tokens + total.prompt_tokens + total.output_tokens
             _fade(base, now_s)
             for digest, one in asked.adapters.items():
                 base.adapters[digest] = one
@@ -125,6 +128,10 @@ class FleetDemand:
             if len(base.weights) > ADAPTERS_MAX:
                 _keep(base, nlargest(ADAPTERS_MAX, base.weights, key=base.weights.__getitem__))
         self._expire(now_s)
+
+    def counted(self, base_model: str) -> tuple[int, int]:
+        """Requests and tokens, prompts' and answers', that were reported so far."""
+        return self._counted.get(base_model, (0, 0))
 
     def schedulers(self, now_s: float) -> list[str]:
         """Those that report."""

@@ -22,18 +22,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
 from motet.policies.scale.rate_forecast import Rates
+from motet.shared.wire.scale import Decision, Reason
 
 OVERDUE = 2.0
 """Leads after which a worker that starts is no longer counted."""
 
 NOTHING = Rates(0.0, 0.0)
-
-Reason = Literal["steady", "up", "down", "settling", "doubt", "impossible", "most", "idle", "asleep", "woken"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,22 +74,6 @@ class Look:
     asked_s: float = 0.0  # of the last request
     missing: Collection[str] = ()  # names of inputs that are not there
     lead_s: float = 120.0
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """How many workers there should be, and why. Can be logged and shown."""
-
-    at_s: float
-    desired: int
-    reason: Reason
-    current: int  # ready and starting
-    starting: int
-    needed: int
-    limit: str = ""
-    leaves: str = ""  # the worker that should go
-    overdue: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    impossible: str = ""
 
 
 class Sizer:

@@ -1,13 +1,12 @@
 """The offline estimator of step times: least squares whose weights are not negative, since no term makes a step faster.
 
 `perf_fit`, `step_fit` and the twin's calibration to vLLM use it. The online estimator, which follows a live worker, is
-`step_times`. SciPy is imported here and nowhere else; services do not import this module.
+`step_times`. The first fit loads SciPy, which no service does when it starts.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import nnls
 
 from motet.policies.times.perf_model import Floats
 
@@ -18,6 +17,8 @@ TIED = 1e-6  # weight of zero for each feature, which divides what the data cann
 
 def not_negative(features: Floats, values: Floats) -> Floats:
     """The weights >= 0 [features] that minimise the squared error of `features [values, features] @ weights ~ values`."""
+    from scipy.optimize import nnls
+
     scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
     count = len(scale)
     weights, _ = nnls(

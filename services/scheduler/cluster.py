@@ -107,6 +107,10 @@ class WatchedCluster:
         """The workers that get requests."""
         return [known for known in self._book if not known.draining and not self._is_stale(known.worker_id, now_s)]
 
+    def leaving(self, base_model: str) -> list[str]:
+        """The workers of a base model that take no new requests because they are going to stop."""
+        return [known.worker_id for known in self._book if known.draining and known.limits.base_model == base_model]
+
     def unlisted(self) -> list[str]:
         """The workers that report cached KV blocks, of which some message is missing."""
         return [known.worker_id for known in self._book if known.limits.prefix_cache and not known.listed]

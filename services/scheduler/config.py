@@ -106,6 +106,27 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             extra=EXPERT,
         ),
     ] = 180.0
+    scale: Annotated[
+        Literal["off", "advise"],
+        Meta(
+            description="whether one of the schedulers says how many workers each base model should have (GET /v1/scale);"
+            " advise: it starts and stops none"
+        ),
+    ] = "advise"
+    scale_min: Annotated[int, Meta(ge=1, description="with --scale: the fewest workers of a base model", extra=EXPERT)] = 1
+    scale_max: Annotated[int, Meta(ge=1, description="with --scale: the most workers of a base model", extra=EXPERT)] = 64
+    scale_down_s: Annotated[
+        float,
+        Meta(ge=0, description="with --scale: seconds for which fewer workers must have been enough", extra=EXPERT),
+    ] = 300.0
+    scale_ttft_ms: Annotated[
+        float,
+        Meta(gt=0, description="with --scale: time to the first token in milliseconds that 99% are to meet", extra=EXPERT),
+    ] = 2000.0
+    scale_tpot_ms: Annotated[
+        float,
+        Meta(gt=0, description="with --scale: time per further token in milliseconds that 99% are to meet", extra=EXPERT),
+    ] = 200.0
     decision_log: Annotated[
         str,
         Meta(

@@ -49,6 +49,11 @@ MECHANISM = gauge(
     "1 for the state of each mechanism that turns on by itself (rebalance): on, waiting, off; else 0.",
     ["name", "state"],
 )
+SCALE = gauge(
+    "motet_scale_workers",
+    "Workers of a base model as last decided: desired, current (ready and starting), starting, needed (by the forecast).",
+    ["base_model", "count"],
+)
 PLACEMENTS = counter("motet_scheduler_placements", "Changes of the adapters that a worker is to keep loaded.")
 STATE_GAPS = counter(
     "motet_scheduler_state_gaps", "Gaps in the sequence numbers of workers' states; the next snapshot closes a gap."

@@ -24,6 +24,8 @@ from motet.policies.cluster.dispatch import Decision, seconds_until_room
 from motet.policies.cluster.scheduler_core import SchedulerCore
 from motet.policies.lengths.quantiles import LengthQuantiles
 from motet.policies.scale.fleet_demand import REPORT_S, FleetDemand, Tally
+from motet.policies.scale.need import Objective
+from motet.policies.scale.sizing import SizingConfig
 from motet.services.scheduler import metrics
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
@@ -32,6 +34,7 @@ from motet.services.scheduler.placer import Placer
 from motet.services.scheduler.planner import Planner
 from motet.services.scheduler.rebalancer import Rebalancer
 from motet.services.scheduler.refusal import RETRY_S, refusal, too_late
+from motet.services.scheduler.sizer import FleetSizer
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
@@ -77,6 +80,7 @@ class SchedulerService(BusService):
         self.demand, self._tally = FleetDemand(), Tally(now_s())
         self.planner: Planner | None = None
         self.rebalancer: Rebalancer | None = None
+        self.sizer: FleetSizer | None = None
         self.placer: Placer | None = None
 
     # ---- life
@@ -108,9 +112,25 @@ class SchedulerService(BusService):
             await placer.start()
         if self._core.options.rebalance != "off":
             bus.spawn(self.rebalancer.run())
+        if self._config.scale != "off":
+            self.sizer = self._make_sizer(bus, planner)
+            await self.sizer.start()
+            bus.spawn(self.sizer.run())
+        if self._core.options.rebalance != "off" or self.sizer is not None:
             bus.spawn(planner.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
+
+    def _make_sizer(self, bus: Bus, planner: Planner) -> FleetSizer:
+        config = self._config
+        sizing = SizingConfig(
+            least_workers=config.scale_min,
+            most_workers=config.scale_max,
+            down_s=config.scale_down_s,
+            ttft_slo_ms=config.scale_ttft_ms,
+        )
+        objective = Objective(ttft_slo_ms=config.scale_ttft_ms, tpot_slo_ms=config.scale_tpot_ms)
+        return FleetSizer(bus, self.cluster, self.demand, planner, scheduler_id=self.id, config=sizing, objective=objective)
 
     async def _settle(self, watching: asyncio.Task[None]) -> None:
         """Wait for the live workers' states: without them this scheduler would refuse requests that others could place."""
@@ -211,6 +231,7 @@ class SchedulerService(BusService):
             plans=plans,
             rebalance=moves,
             demand=self._demand_status(),
+            scale=[list(sized) for sized in self.sizer.decisions.values()] if asked.scale and self.sizer is not None else [],
         )
 
     # ---- a request

@@ -6,12 +6,14 @@ import msgspec
 
 from motet.shared.model import Mechanism
 from motet.shared.wire.refusal import Refused
+from motet.shared.wire.scale import Sized
 
 
 class StatusRequest(msgspec.Struct, kw_only=True):
     """Asks a scheduler for its view of the workers; with `plan` also for the requests that it would move."""
 
     plan: bool = False
+    scale: bool = False  # and for the last decisions about numbers of workers
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):
@@ -93,6 +95,7 @@ class ClusterStatus(msgspec.Struct, tag="cluster", kw_only=True):
     plans: list[PlanStatus] = []
     rebalance: Mechanism | None = None  # of this scheduler; None where requests do not move
     demand: list[DemandStatus] = []  # of the whole mesh
+    scale: list[list[Sized]] = []  # by base model, the last decision last
 
 
 StatusReply = ClusterStatus | Refused

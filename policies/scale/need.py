@@ -1,0 +1,140 @@
+"""How many workers a load needs: the law and the packing of `policies.plan`, from what live workers say of themselves.
+
+    FleetDemand ─rates, shares─┐
+    RateForecast ─load ahead───┤─> Demand, a row for each adapter ─┐
+    limits and step times of the workers that serve ─> a Kind ─────┴─> pack ─> workers
+
+Step times are the workers' own estimates (`PerfModel`). A mesh may have workers of several kinds; sizes are made for the kind
+that most of them are, and for the middle one of their step times. At most `ROWS_MAX` adapters have rows of their own: the less
+busy ones take part in equal groups, each of which stands for its adapters' load and bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from motet.policies.plan.demand import Demand
+from motet.policies.plan.fleet import CannotServe, Kind
+from motet.policies.plan.native import native_settings
+from motet.policies.plan.native_steps import LinearSteps
+from motet.policies.plan.packing import pack
+from motet.policies.scale.fleet_demand import AdapterShare, BaseRates
+from motet.policies.scale.rate_forecast import Rates
+from motet.policies.scale.sizing import Need
+from motet.shared.model import PerfModel, WorkerLimits
+from motet.shared.worker_options import WorkerOptions
+
+ROWS_MAX = 512
+ALIKE = 0.05
+"""Loads that differ by less than this share need as many workers."""
+KNOWN_S = 60.0
+"""For so long an answer counts although shares and step times change a little: a packing takes up to some hundred ms."""
+USUAL_TOKENS = 128.0
+"""Tokens of a prompt and of an answer where no request has come yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What most requests are to meet."""
+
+    ttft_slo_ms: float
+    tpot_slo_ms: float
+    share: float = 0.99
+
+
+def kind_of(workers: Sequence[tuple[WorkerLimits, PerfModel]]) -> Kind:
+    """The kind that most of these workers are, with the middle one of their step times. There is at least one worker."""
+    counts = Counter(_memory(limits) for limits, _ in workers)
+    most = max(counts, key=lambda memory: (counts[memory], memory))
+    alike = sorted((one for one in workers if _memory(one[0]) == most), key=lambda one: _step_ms(one[1]))
+    limits, perf = alike[len(alike) // 2]
+    steps = LinearSteps(perf=perf, stalls=limits.copies == "stall")
+    settings = native_settings(limits, WorkerOptions(), steps)
+    if not limits.kv_block_bytes:  # its memory stays divided as it is
+        settings = settings.take(np.array([0]))
+    return Kind(name=limits.engine, settings=settings)
+
+
+def _memory(limits: WorkerLimits) -> tuple[int, ...]:
+    return limits.max_running, limits.kv_blocks_total * limits.block_size, limits.adapter_bytes_total, limits.max_lora_rank
+
+
+def _step_ms(perf: PerfModel) -> float:
+    return perf.decode_base_ms + 8.0 * perf.decode_row_ms
+
+
+class Packed:
+    """The workers that loads need. Remembers for `KNOWN_S` what loads that are alike need."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self._shares: Mapping[str, AdapterShare] = {}
+        self._tokens = USUAL_TOKENS, USUAL_TOKENS  # of prompts and answers, the last that were seen
+        self._kind: Kind | None = None
+        self._known: dict[tuple[int, int], Need] = {}
+        self._known_s = 0.0
+
+    def know(self, asked: BaseRates, kind: Kind | None, now_s: float) -> None:
+        """What is asked for now, and the kind of the workers; None without any."""
+        if now_s - self._known_s >= KNOWN_S or (self._kind is None) != (kind is None):
+            self._known, self._known_s = {}, now_s
+        self._shares, self._kind = asked.adapters, kind
+        if asked.requests_s:
+            self._tokens = asked.prompt_tokens_s / asked.requests_s, max(asked.output_tokens_s / asked.requests_s, 1.0)
+
+    def __call__(self, load: Rates) -> Need:
+        """The need of a load, of the adapters in the shares that are known."""
+        if load.requests_s <= 0.0 or self._kind is None or not self._shares:
+            return Need(1)
+        alike = _bin(load.requests_s), _bin(load.tokens_s / load.requests_s)
+        if alike not in self._known:
+            self._known[alike] = self._pack(load, self._kind)
+        return self._known[alike]
+
+    def _pack(self, load: Rates, kind: Kind) -> Need:
+        try:
+            packing = pack(self.demand(load), [kind])
+        except CannotServe as error:
+            return Need(0, impossible=str(error))
+        return Need(len(packing.workers), max(packing.workers, key=lambda worker: worker.strain).limit)
+
+    def demand(self, load: Rates) -> Demand:
+        """The load, a row for each adapter or group."""
+        prompt, output = self._tokens
+        longer = load.tokens_s / load.requests_s / (prompt + output) if load.tokens_s else 1.0
+        rows = _rows(list(self._shares.values()))
+        return Demand.of(
+            np.array([one.share for one in rows]) * load.requests_s,
+            rank=[one.rank for one in rows],
+            size_bytes=[one.size_bytes for one in rows],
+            prompt_tokens=max(prompt * longer, 1.0),
+            output_tokens=max(output * longer, 1.0),
+            ttft_slo_ms=self._objective.ttft_slo_ms,
+            tpot_slo_ms=self._objective.tpot_slo_ms,
+            share=self._objective.share,
+        )
+
+
+def _bin(value: float) -> int:
+    return round(np.log(max(value, 1e-9)) / np.log1p(ALIKE))
+
+
+def _rows(shares: list[AdapterShare]) -> list[AdapterShare]:
+    """The busiest, and groups of the others."""
+    busiest = sorted(shares, key=lambda one: (-one.share, one.rank, one.size_bytes))
+    own, others = busiest[: ROWS_MAX // 2], busiest[ROWS_MAX // 2 :]
+    each = -(-len(others) // (ROWS_MAX // 2)) if others else 1
+    groups = [others[at : at + each] for at in range(0, len(others), each)]
+    return own + [
+        replace(
+            group[0],
+            share=sum(one.share for one in group),
+            rank=max(one.rank for one in group),
+            size_bytes=sum(one.size_bytes for one in group),
+        )
+        for group in groups
+    ]

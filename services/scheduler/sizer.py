@@ -1,0 +1,175 @@
+"""Decides how many workers each base model should have (`policies.scale`), and tells it; it starts and stops nothing itself.
+
+    FleetDemand ─> RateForecast ─> Sizer, with the law and the packing of policies.plan ─> Sized to all schedulers ─> /v1/scale
+
+The scheduler that plans (`planner`) looks every `LOOK_S`. A look is made in a thread, since a packing takes some hundred
+milliseconds. All schedulers keep the last decisions, so each can answer for them, and the next planner goes on with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from motet.policies.cluster.lost_workers import LostWorkers
+from motet.policies.cluster.worker_book import Known
+from motet.policies.scale.fleet_demand import BaseRates, FleetDemand
+from motet.policies.scale.need import Objective, Packed, kind_of
+from motet.policies.scale.rate_forecast import Ahead, RateForecast, Rates
+from motet.policies.scale.sizing import Look, Sizer, SizingConfig
+from motet.policies.scale.starts import Starts
+from motet.services.scheduler import metrics
+from motet.services.scheduler.cluster import WatchedCluster
+from motet.services.scheduler.planner import Planner
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import MotetError
+from motet.shared.model import EXCLUSIVE_CAPABILITIES
+from motet.shared.telemetry import logger
+from motet.shared.wire.scale import Decision, Sized
+from motet.shared.wire.worker_state import WorkerNotice
+
+log = logger("motet.scheduler.sizer")
+LOOK_S = 15.0
+KEPT = 200  # decisions of a base model
+BASES_MAX = 64
+EXCLUSIVE = frozenset(EXCLUSIVE_CAPABILITIES)
+NO_LAW = "a formula for workers that generate no text"
+NOTHING = BaseRates(requests_s=0.0, refused_s=0.0, prompt_tokens_s=0.0, output_tokens_s=0.0, adapters={})
+
+
+@dataclass(slots=True)
+class _Base:
+    """What is known of one base model between two looks."""
+
+    sizer: Sizer
+    packed: Packed
+    lost: LostWorkers
+    forecast: RateForecast = field(default_factory=lambda: RateForecast(period_s=LOOK_S))
+    starts: Starts = field(default_factory=Starts)
+    asked_s: float = 0.0  # of the last request
+    counted: tuple[int, int] = (0, 0)  # requests and tokens, in all
+
+
+class FleetSizer:
+    """Sizes all base models of a mesh, and keeps the decisions of whichever scheduler plans."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        cluster: WatchedCluster,
+        demand: FleetDemand,
+        planner: Planner,
+        *,
+        scheduler_id: str,
+        config: SizingConfig,
+        objective: Objective,
+    ) -> None:
+        self._bus, self._cluster, self._demand, self._planner = bus, cluster, demand, planner
+        self._id, self._config, self._objective = scheduler_id, config, objective
+        self._bases: dict[str, _Base] = {}
+        self.decisions: dict[str, deque[Sized]] = {}
+
+    async def start(self) -> None:
+        """Follow notices of workers, and the decisions of all schedulers."""
+        await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
+        await self._bus.subscribe(subjects.SCALE, Sized, self._on_sized)
+
+    def _on_notice(self, notice: WorkerNotice) -> None:
+        self._base(notice.base_model).lost.on_notice(notice, now_s())
+
+    def _on_sized(self, sized: Sized) -> None:
+        if sized.base_model in self.decisions or len(self.decisions) < BASES_MAX:
+            self.decisions.setdefault(sized.base_model, deque(maxlen=KEPT)).append(sized)
+        decision = sized.decision
+        for name in ("desired", "current", "starting", "needed"):
+            metrics.SCALE.labels(sized.base_model, name).set(getattr(decision, name))
+
+    def _base(self, name: str) -> _Base:
+        if name not in self._bases:
+            packed = Packed(self._objective)
+            self._bases[name] = _Base(Sizer(self._config, packed), packed, LostWorkers(name), asked_s=now_s())
+        return self._bases[name]
+
+    async def run(self) -> None:
+        """Look every `LOOK_S` while this scheduler plans. Never returns."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                for sized in await self.look():
+                    await self._bus.publish(subjects.SCALE, sized)
+            except MotetError as error:
+                log.warning("nobody was told how many workers there should be", extra={"error": error.message})
+
+    async def look(self) -> list[Sized]:
+        """What all base models need now; decides nothing while another scheduler plans, but keeps the forecasts going."""
+        now = now_s()
+        rates, serving, missing = self._demand.rates(now), self._cluster.serving(now), self._demand.missing(now)
+        found = []
+        for name in {*rates, *self._bases, *(known.limits.base_model for known in serving)}:
+            base, asked = self._base(name), rates.get(name, NOTHING)
+            mine = [known for known in serving if known.limits.base_model == name]
+            if (sized := await self._size(name, base, asked, mine, missing)) is not None:
+                found.append(sized)
+        return found
+
+    async def _size(
+        self, name: str, base: _Base, asked: BaseRates, serving: list[Known], silent: Collection[str]
+    ) -> Sized | None:
+        now, state = now_s(), self._cluster.state
+        for known in serving:
+            base.lost.on_state(known.worker_id, known.incarnation)
+        starting = {one.worker_id: one.at_s for one in base.lost.all(now) if one.state == "loading"}
+        base.starts.look(now, starting, [known.worker_id for known in serving])
+        ahead = self._ahead(name, base, now)
+        if not self._planner.mine:
+            return None
+        kind = kind_of([state.terms(known.worker_id) for known in serving]) if serving else None
+        base.packed.know(asked, kind, now)
+        missing = [f"the reports of {name}" for name in silent]
+        if any(EXCLUSIVE.intersection(known.limits.capabilities) for known in serving):
+            missing.append(NO_LAW)
+        rows = [state.row(known.worker_id) for known in serving]
+        queued = float(state.table["queued"][rows].sum())
+        tokens = (asked.prompt_tokens_s + asked.output_tokens_s) / asked.requests_s if asked.requests_s else 0.0
+        look = Look(
+            now_s=now,
+            demand=ahead.upper,
+            ready={known.worker_id: float(known.limits.adapter_bytes_most - known.adapter_bytes_free) for known in serving},
+            starting=starting,
+            leaving=self._cluster.leaving(name),
+            queued=Rates(queued, queued * tokens),
+            asked_s=base.asked_s,
+            missing=missing,
+            lead_s=base.starts.lead_s,
+        )
+        decision = await asyncio.to_thread(base.sizer.look, look)
+        self._log(name, decision)
+        return Sized(
+            base_model=name,
+            scheduler_id=self._id,
+            at_unix_ms=unix_ms(),
+            decision=decision,
+            requests_s=round(asked.requests_s, 3),
+            forecast_requests_s=round(ahead.upper.requests_s, 3),
+            lead_s=round(base.starts.lead_s, 1),
+        )
+
+    def _ahead(self, name: str, base: _Base, now: float) -> Ahead:
+        """The forecast, from what has come since the last look."""
+        requests, tokens = counted = self._demand.counted(name)
+        arrived = Rates(requests - base.counted[0], tokens - base.counted[1])
+        base.counted = counted
+        if arrived.requests_s:
+            base.asked_s = now
+        return base.forecast.look(now, arrived, lead_s=base.starts.lead_s)
+
+    def _log(self, name: str, decision: Decision) -> None:
+        before = self.decisions.get(name)
+        if before and before[-1].decision.desired == decision.desired:
+            return
+        shown = {"base_model": name, "desired": decision.desired, "current": decision.current, "reason": decision.reason}
+        log.info("workers that there should be", extra=shown | {"limit": decision.limit, "needed": decision.needed})

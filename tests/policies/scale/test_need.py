@@ -1,0 +1,105 @@
+"""Promise: how many workers a load needs is what the planner's law and packing say, of any number of adapters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from motet.policies.plan.packing import pack
+from motet.policies.scale import need
+from motet.policies.scale.fleet_demand import AdapterShare, BaseRates
+from motet.policies.scale.need import ROWS_MAX, Objective, Packed, kind_of
+from motet.policies.scale.rate_forecast import Rates
+from motet.policies.scale.sizing import Need
+from tests.support_worker import PERF, worker_limits
+
+LIMITS = worker_limits(max_running=32, kv_blocks_total=4096, adapter_bytes_total=256 << 20)
+OBJECTIVE = Objective(ttft_slo_ms=2000.0, tpot_slo_ms=200.0)
+
+
+def asked(adapters: int, requests_s: float, *, prompt: float = 200.0, output: float = 100.0) -> BaseRates:
+    """What is asked of some adapters, by a power law."""
+    weights = 1.0 / np.arange(1, adapters + 1)
+    sizes = [(8, 1 << 20), (64, 8 << 20)]
+    shares = {
+        str(number): AdapterShare(share, *sizes[number % 2]) for number, share in enumerate((weights / weights.sum()).tolist())
+    }
+    tokens = {"prompt_tokens_s": prompt * requests_s, "output_tokens_s": output * requests_s}
+    return BaseRates(requests_s=requests_s, refused_s=0.0, **tokens, adapters=shares)
+
+
+def packed(rates: BaseRates, **changes: float) -> Packed:
+    found = Packed(Objective(**{"ttft_slo_ms": 2000.0, "tpot_slo_ms": 200.0} | changes))
+    found.know(rates, kind_of([(LIMITS, PERF)]), 0.0)
+    return found
+
+
+def test_more_load_needs_more_workers_and_the_packing_says_how_many() -> None:
+    needs = packed(asked(100, 1.0))
+    counts = []
+    for requests_s in (1.0, 10.0, 50.0, 200.0):
+        need = needs(load := Rates(requests_s, 300.0 * requests_s))
+        packing = pack(needs.demand(load), [kind_of([(LIMITS, PERF)])])
+        assert (need.workers, need.impossible) == (len(packing.workers), "") and need.limit
+        counts.append(need.workers)
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] > 20
+
+
+def test_the_rates_ahead_are_those_of_the_load_and_the_lengths_follow_its_tokens() -> None:
+    demand = packed(asked(3, 10.0)).demand(Rates(20.0, 20.0 * 600.0))
+    assert demand.total_rate == pytest.approx(20.0)
+    assert (demand.prompt_tokens[0], demand.output_tokens[0]) == (pytest.approx(400.0), pytest.approx(200.0))
+
+
+def test_of_many_adapters_the_less_busy_are_grouped_with_their_whole_load_and_all_their_bytes() -> None:
+    rates = asked(3000, 50.0)
+    demand = packed(rates).demand(Rates(50.0, 50.0 * 300.0))
+    assert len(demand) <= ROWS_MAX and demand.total_rate == pytest.approx(50.0)
+    assert demand.size_bytes.sum() == sum(one.size_bytes for one in rates.adapters.values())
+    assert demand.rank.max() == 64
+
+
+def test_an_objective_that_an_idle_worker_misses_is_said_and_no_number_of_workers() -> None:
+    need = packed(asked(3, 10.0), tpot_slo_ms=5.0)(Rates(10.0, 3000.0))
+    assert need.workers == 0 and "idle worker needs" in need.impossible and "5" in need.impossible
+
+
+def test_without_requests_or_workers_one_is_needed() -> None:
+    unknown = Packed(OBJECTIVE)
+    assert unknown(Rates(10.0, 3000.0)) == Need(1)
+    unknown.know(asked(3, 10.0), None, 0.0)
+    assert unknown(Rates(10.0, 3000.0)) == Need(1)
+    assert packed(asked(3, 10.0))(Rates(0.0, 0.0)) == Need(1)
+
+
+def test_while_nobody_asks_the_lengths_are_the_last_that_were_seen() -> None:
+    needs = packed(asked(3, 10.0, prompt=1000.0))
+    needs.know(asked(3, 0.0), kind_of([(LIMITS, PERF)]), 15.0)
+    assert needs.demand(Rates(10.0, 0.0)).prompt_tokens[0] == pytest.approx(1000.0)
+
+
+def test_an_answer_counts_for_a_minute_for_loads_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    packings: list[int] = []
+
+    def counted(*words: object) -> object:
+        packings.append(1)
+        return pack(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(need, "pack", counted)
+    needs, kind = packed(asked(3, 10.0)), kind_of([(LIMITS, PERF)])
+    for at_s, requests_s, expected in ((0.0, 10.0, 1), (15.0, 10.1, 1), (30.0, 14.0, 2), (59.0, 10.0, 2), (61.0, 10.0, 3)):
+        needs.know(asked(3, requests_s), kind, at_s)
+        needs(Rates(requests_s, 300.0 * requests_s))
+        assert len(packings) == expected, at_s
+
+
+def test_the_kind_is_the_most_common_one_with_the_middle_step_times() -> None:
+    small = replace(LIMITS, max_running=4)
+    slow, fast = (replace(PERF, decode_base_ms=ms) for ms in (50.0, 5.0))
+    kind = kind_of([(LIMITS, slow), (small, PERF), (LIMITS, PERF), (LIMITS, fast)])
+    assert kind.settings.seats == 32
+    assert kind.settings.steps.perf == PERF  # type: ignore[attr-defined]
+    assert len(kind.settings) == 1, "memory that is divided for good has one setting"
+    shared = kind_of([(replace(LIMITS, kv_block_bytes=1 << 16), PERF)])
+    assert len(shared.settings) > 1
