@@ -56,6 +56,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     adapters_dir: str = ""
     adapter_roots: tuple[str, ...] = ()  # where adapters may be registered from by path, besides adapters_dir
     workers: int = 1
+    workers_most: int = 0  # that `resize` may start; 0: as many as `workers`
     gateways: int = 1
     schedulers: int = 1
     threads: int = 0  # per worker; 0 shares the cores
@@ -114,6 +115,8 @@ class Stack:
         self._nats: NatsProcess | None = None
         self.listeners: list[socket.socket] = []  # one per gateway
         self._generation = 0  # how often everything was restarted
+        self._workers = [f"worker-{i + 1}" for i in range(options.workers)]
+        self._changing = asyncio.Lock()  # one change of the processes at a time
         self._supervisor: Supervisor | None = None
         self._healing: asyncio.Task[None] | None = None
         self._ready = False
@@ -129,9 +132,9 @@ class Stack:
     def names(self) -> list[str]:
         """The children, in the order in which they start."""
         o = self.options
-        copies = {"worker": o.workers, "gateway": o.gateways, "scheduler": o.schedulers}  # the slowest to start first
+        copies = {"gateway": o.gateways, "scheduler": o.schedulers}
         names = [f"{kind}-{i + 1}" for kind, count in copies.items() for i in range(count)]
-        return [*(["nats"] if o.bus is None else []), *names, "registry", "predictor"]
+        return [*(["nats"] if o.bus is None else []), *self._workers, *names, "registry", "predictor"]  # the slowest first
 
     async def start(self) -> None:
         """Start everything and wait until it is ready. Raises ConfigError, NatsStartError or supervisor.StartFailed."""
@@ -179,11 +182,15 @@ class Stack:
         bridge the gap. A replaced gateway finishes its streams in the background.
         """
         assert self._supervisor is not None and self._ready, "start() comes first"
+        async with self._changing:
+            await self._restart(self._supervisor, say)
+
+    async def _restart(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         self._generation += 1
         for name in sorted(self.names(), key=lambda name: RESTART_ORDER.index(name.split("-")[0])):
             say(f"{name}: restarting")
             if name == "nats":
-                await self._supervisor.bounce(name, ready_s=READY_S)
+                await supervisor.bounce(name, ready_s=READY_S)
             else:
                 await self._replace(name)
             self._write_facts()
@@ -201,6 +208,32 @@ class Stack:
         gateway = name.startswith("gateway")
         drain_s = RESTART_DRAIN_S if gateway else self.options.drain_s + MARGIN_S
         await self._supervisor.replace(self._service(name), ready_s=READY_S, drain_s=drain_s, wait=not gateway)
+
+    @property
+    def workers(self) -> list[str]:
+        """The workers that run or start; one that leaves is none of them."""
+        return [child.name for child in self.children if child.name.startswith("worker")]
+
+    async def grow(self, count: int) -> None:
+        """Start workers until there are `count`; returns at once. A worker that cannot start goes again."""
+        assert self._supervisor is not None and self._ready, "start() comes first"
+        async with self._changing:
+            names = [f"worker-{i + 1}" for i in range(max(self.options.workers_most, count))]
+            free = [name for name in names if name not in self.workers]
+            for name in free[: max(0, count - len(self.workers))]:
+                self._supervisor.add(self._service(name))
+            self._workers = self.workers
+            self._write_facts()
+
+    async def shrink(self, worker: str) -> None:
+        """Let a worker drain and stop; its requests go on elsewhere. Ids of workers that were replaced are understood."""
+        assert self._supervisor is not None and self._ready, "start() comes first"
+        async with self._changing:
+            name = worker if worker in self.workers else worker.rpartition("-")[0]
+            if name in self.workers:
+                await self._supervisor.remove(name, drain_s=self.options.drain_s + MARGIN_S)
+            self._workers = self.workers
+            self._write_facts()
 
     async def failed(self) -> None:
         """Wait until the supervision of a process fails."""
@@ -306,7 +339,8 @@ class Stack:
             values |= _given(tls_cert_file=o.tls_cert_file, tls_key_file=o.tls_key_file)
         if kind == "worker":
             # a worker by itself leaves cores to its CPU LoRA processes, if it has any
-            threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
+            most = max(o.workers, o.workers_most)
+            threads = o.threads or (max(1, _cores() // most) if most > 1 else 0)
             env["OMP_NUM_THREADS"] = str(threads or _cores())
             if o.gpus:
                 env[VARIABLE] = o.gpus[int(name.rsplit("-", 1)[1]) - 1]
@@ -319,7 +353,7 @@ class Stack:
             return [*self._program, kind, *words_for(kind, {**o.given, **decided})]
 
         after = ("nats",) if o.bus is None else ()
-        rest_s = WORKER_REST_S if kind == "worker" and o.workers > 1 else 0.0
+        rest_s = WORKER_REST_S if kind == "worker" and max(o.workers, o.workers_most) > 1 else 0.0
         return ServiceSpec(
             name=name, argv=argv, env=env, after=after, stop_rank=STOP_RANK[kind], rest_s=rest_s, pass_fds=pass_fds
         )

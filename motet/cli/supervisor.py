@@ -5,6 +5,7 @@
                   +-- exits again and again before it was ever ready: StartFailed, with its last log lines
 
     replace(): the successor starts beside its predecessor; when it is ready, it takes over and the predecessor drains
+    add(), remove(): one more child beside the others; it ends alone if it never becomes ready
 
 A child that has been ready once is restarted without limit. The pause doubles with every quick exit and is short again after
 a stable minute.
@@ -92,6 +93,39 @@ class Supervisor:
     def _look_after(self, child: Child, *, running: bool = False) -> None:
         task = self._tasks[child.name] = asyncio.create_task(self._keep(child, running))
         task.add_done_callback(self._kept)
+
+    def add(self, child: Child) -> None:
+        """Start one more child and look after it. If it never becomes ready, it is removed, and the others go on."""
+        self._children[child.name] = child
+        self._ready[child.name] = asyncio.Event()
+        self.restarts.setdefault(child.name, 0)
+        task = self._tasks[child.name] = asyncio.create_task(self._keep(child, False))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled() or (error := task.exception()) is None:
+                return
+            if self._ready[child.name].is_set():
+                self._kept(task)
+                return
+            self._forget(child.name).close()
+            self._watcher.changed(child.name, "stopped", str(error).splitlines()[0])
+
+        task.add_done_callback(ended)
+
+    async def remove(self, name: str, *, drain_s: float) -> None:
+        """Let a child drain and end, at most for `drain_s`, and look after it no longer."""
+        self._tasks[name].cancel()
+        await asyncio.gather(self._tasks[name], return_exceptions=True)
+        child = self._forget(name)
+        self._watcher.changed(name, "stopping", "")
+        task = self._leaving[child] = asyncio.create_task(self._end(child, drain_s))
+        task.add_done_callback(lambda _: self._leaving.pop(child, None))
+        await asyncio.wait({task})
+        self._watcher.changed(name, "stopped", _how(child))
+
+    def _forget(self, name: str) -> Child:
+        del self._tasks[name], self._ready[name]
+        return self._children.pop(name)
 
     def _kept(self, task: asyncio.Task[None]) -> None:
         """A child's task only ends by failing or by being cancelled."""

@@ -27,6 +27,7 @@ from motet.examples.demo_images import DEMO_IMAGES
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.openai.image_base import ImageBase
 from motet.services.registry.config import RegistryConfig
+from motet.services.scheduler.config import SchedulerConfig
 from motet.services.worker.config import WorkerConfig
 from motet.shared.chat_templates import served_templates
 from motet.shared.config import COMMON, PLUGINS, Config, ConfigError, Field, ServiceConfig, fields, load
@@ -35,6 +36,7 @@ from motet.shared.image_shapes import INDEX, is_image_base
 
 DEMO_PIXELS = 256 * 256
 """The largest picture of the image demo: a step at 512x512 takes 8 s of a core, since attention grows with the square."""
+WORKERS_MAX = 64
 TEXTS = {
     "model": "Base model: a local directory in Hugging Face format, or a Hugging Face id",
     "port": "Port of the first gateway; 0 for any  [default: 8000]",
@@ -54,7 +56,14 @@ class StackConfig(Config, frozen=True, kw_only=True):
         bool,
         Meta(description="serve the small image model and the 16 style adapters that come with Motet", extra=COMMON),
     ] = False
-    workers: Annotated[int, Meta(ge=1, le=64, description="number of workers; they share the cores", extra=COMMON)] = 1
+    workers: Annotated[
+        str,
+        Meta(
+            pattern=r"^[1-9]\d?(\.\.[1-9]\d?)?$",
+            description="number of workers; they share the cores. 1..4 with --scale act: as many as the load needs",
+            extra=COMMON,
+        ),
+    ] = "1"
     gateways: Annotated[int, Meta(ge=1, le=64, description="number of gateways, on --port, --port + 1, ...", extra=COMMON)] = 1
     schedulers: Annotated[int, Meta(ge=1, le=16, description="number of schedulers")] = 1
     data_dir: Annotated[
@@ -69,6 +78,15 @@ class StackConfig(Config, frozen=True, kw_only=True):
     credentials: Annotated[
         str, Meta(description="for --nats-url: directory with one password file per service, from `motet nats-config`")
     ] = ""
+
+    @property
+    def worker_range(self) -> tuple[int, int]:
+        """The fewest and the most workers. Raises ConfigError."""
+        least, _, most = self.workers.partition("..")
+        found = int(least), int(most or least)
+        if found[0] > found[1] or found[1] > WORKERS_MAX:
+            raise ConfigError(f"--workers {self.workers}: at most {WORKERS_MAX}, and a range begins with the smaller number")
+        return found
 
 
 def declared() -> dict[str, Field]:
@@ -119,8 +137,10 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     draws, taken = _with_engine(model, taken, environ)
     worker, registry = (_config(kind, taken, environ) for kind in ("worker", "registry"))
     assert isinstance(worker, WorkerConfig) and isinstance(registry, RegistryConfig)
+    taken = _with_scale(own, taken, environ)
     for kind in ("scheduler", "predictor"):
         _config(kind, taken, environ)
+    least, most = own.worker_range
     elsewhere = "nats_url" in taken or declared()["nats_url"].variable in environ
     if not elsewhere and (own.credentials or any(name.startswith("nats_") for name in taken)):
         raise ConfigError("--nats-user, --nats-tls-... and --credentials need --nats-url")
@@ -136,7 +156,8 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         notes=tuple(notes),
         served_model_name=gateway.base.name,
         data_dir=Path(own.data_dir),
-        workers=own.workers,
+        workers=least,
+        workers_most=most,
         gateways=own.gateways,
         schedulers=own.schedulers,
         nats_port=own.nats_port,
@@ -146,7 +167,7 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         tenants=registry.publishers.names,
         bus=gateway.bus if elsewhere else None,
         threads=worker.engine.threads,
-        gpus=gpus_of_workers(worker, own.workers, environ),
+        gpus=gpus_of_workers(worker, most, environ),
         host=gateway.http.host,
         port=gateway.http.port,
         tls_cert_file=gateway.http.tls_cert_file,
@@ -188,6 +209,16 @@ def _with_model(own: StackConfig, taken: dict[str, Any], environ: Mapping[str, s
     if "model" not in taken and declared()["model"].variable not in environ:
         raise ConfigError("--model, --demo or --demo-images: one of them says what to serve")
     return taken
+
+
+def _with_scale(own: StackConfig, taken: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The options with the range of `--workers` as the schedulers' bounds. Raises ConfigError for one that nobody acts upon."""
+    least, most = own.worker_range
+    scheduler = _config("scheduler", taken, environ)
+    assert isinstance(scheduler, SchedulerConfig)
+    if least < most and scheduler.scale != "act":
+        raise ConfigError(f"--workers {own.workers}: a range needs --scale act, which starts and stops workers within it")
+    return {"scale_min": least, "scale_max": most} | taken if least < most else taken
 
 
 def _with_engine(model: Path, taken: dict[str, Any], environ: Mapping[str, str]) -> tuple[bool, dict[str, Any]]:

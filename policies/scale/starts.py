@@ -1,12 +1,12 @@
 """How long workers of a base model take to start: the lead of a decision to have one more.
 
-Measured from the notice that a worker loads its model to the first look at which it serves, so up to one period too long.
+Measured from the notice that a worker loads its model to the first look at which it serves.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 KEPT = 64
 USUAL_S = 60.0
@@ -19,12 +19,23 @@ class Starts:
 
     def __init__(self) -> None:
         self._took_s: deque[float] = deque(maxlen=KEPT)
-        self._starting: dict[str, float] = {}
+        self._begun: dict[str, float] = {}
 
-    def look(self, now_s: float, starting: Mapping[str, float], ready: Collection[str]) -> None:
-        """Take in who starts, since when, and who serves."""
-        self._took_s += [now_s - since_s for name, since_s in self._starting.items() if name in ready and name not in starting]
-        self._starting = dict(starting)
+    def begun(self, name: str, now_s: float) -> None:
+        """A worker loads its model."""
+        self._begun.pop(name, None)
+        self._begun[name] = now_s
+        if len(self._begun) > KEPT:
+            del self._begun[next(iter(self._begun))]
+
+    def ended(self, name: str) -> None:
+        """It has failed or stopped."""
+        self._begun.pop(name, None)
+
+    def look(self, now_s: float, serving: Collection[str]) -> None:
+        """Take in who serves."""
+        for name in self._begun.keys() & set(serving):
+            self._took_s.append(now_s - self._begun.pop(name))
 
     @property
     def lead_s(self) -> float:

@@ -107,10 +107,10 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
     ] = 180.0
     scale: Annotated[
-        Literal["off", "advise"],
+        Literal["off", "advise", "act"],
         Meta(
             description="whether one of the schedulers says how many workers each base model should have (GET /v1/scale);"
-            " advise: it starts and stops none"
+            " advise: nothing follows; act: `motet up --workers 1..4` starts and stops workers"
         ),
     ] = "advise"
     scale_min: Annotated[int, Meta(ge=1, description="with --scale: the fewest workers of a base model", extra=EXPERT)] = 1

@@ -34,6 +34,7 @@ from motet.shared.wire.worker_state import WorkerNotice
 
 log = logger("motet.scheduler.sizer")
 LOOK_S = 15.0
+STARTS_S = 1.0
 KEPT = 200  # decisions of a base model
 BASES_MAX = 64
 EXCLUSIVE = frozenset(EXCLUSIVE_CAPABILITIES)
@@ -79,7 +80,12 @@ class FleetSizer:
         await self._bus.subscribe(subjects.SCALE, Sized, self._on_sized)
 
     def _on_notice(self, notice: WorkerNotice) -> None:
-        self._base(notice.base_model).lost.on_notice(notice, now_s())
+        base, now = self._base(notice.base_model), now_s()
+        base.lost.on_notice(notice, now)
+        if notice.event == "starting":
+            base.starts.begun(notice.worker_id, now)
+        else:
+            base.starts.ended(notice.worker_id)
 
     def _on_sized(self, sized: Sized) -> None:
         if sized.base_model in self.decisions or len(self.decisions) < BASES_MAX:
@@ -95,14 +101,25 @@ class FleetSizer:
         return self._bases[name]
 
     async def run(self) -> None:
-        """Look every `LOOK_S` while this scheduler plans. Never returns."""
+        """Look every `LOOK_S`, and for workers that have started every `STARTS_S`. Never returns."""
+        looked_s = now_s()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(min(STARTS_S, LOOK_S))
+            self._watch_starts()
+            if now_s() - looked_s < LOOK_S:
+                continue
+            looked_s = now_s()
             try:
                 for sized in await self.look():
                     await self._bus.publish(subjects.SCALE, sized)
             except MotetError as error:
                 log.warning("nobody was told how many workers there should be", extra={"error": error.message})
+
+    def _watch_starts(self) -> None:
+        now = now_s()
+        serving = {known.worker_id for known in self._cluster.serving(now)}
+        for base in self._bases.values():
+            base.starts.look(now, serving)
 
     async def look(self) -> list[Sized]:
         """What all base models need now; decides nothing while another scheduler plans, but keeps the forecasts going."""
@@ -123,7 +140,6 @@ class FleetSizer:
         for known in serving:
             base.lost.on_state(known.worker_id, known.incarnation)
         starting = {one.worker_id: one.at_s for one in base.lost.all(now) if one.state == "loading"}
-        base.starts.look(now, starting, [known.worker_id for known in serving])
         ahead = self._ahead(name, base, now)
         if not self._planner.mine:
             return None
