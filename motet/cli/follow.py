@@ -1,6 +1,6 @@
 """Follows the schedulers' decisions about numbers of workers: starts and stops workers of a stack (`motet up --workers 1..4`).
 
-    scheduler ──Sized, asked for every POLL_S──> Follower ──> Stack.grow / Stack.shrink
+    scheduler ──Sized──> Follower ──> Stack.grow / Stack.shrink
 
 A decision is carried out once: after a change only a later one counts. It says how many workers there should be, not how many
 more, so one that was made before a new worker had told that it starts does no harm.
@@ -12,21 +12,19 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import BusConfig
 from motet.shared.errors import MotetError
-from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.wire.scale import Sized
 
-POLL_S = 2.0
 OLD_MS = 60_000
 """A decision of this age says nothing about now."""
 REST_S = 60.0
 """After a worker that could not start."""
+AGAIN_S = 5.0
+"""After NATS could not be reached."""
 
 
 class Workers(Protocol):
@@ -40,7 +38,7 @@ class Workers(Protocol):
         """Start workers until there are so many."""
 
     async def shrink(self, worker: str) -> None:
-        """Let one drain and stop."""
+        """Let this one drain and stop, or the last one where it is not known."""
 
 
 class Follower:
@@ -51,27 +49,33 @@ class Follower:
         self._since_ms = 0  # only later decisions count
         self._asked = 0  # workers after the last change
         self._rest_until_s = 0.0
+        self._last: Sized | None = None
+        self._news = asyncio.Event()
 
     async def run(self, bus_config: BusConfig, base_model: str) -> None:
-        """Ask a scheduler every `POLL_S`. Never returns."""
-        bus = await Bus.connect(bus_config, "motet-follow", inbox="gateway")
+        """Follow the decisions for a base model. Never returns."""
+
+        def heard(sized: Sized) -> None:
+            if sized.base_model == base_model:
+                self._last = sized
+                self._news.set()
+
+        while True:
+            try:
+                bus = await Bus.connect(bus_config, "motet-follow", inbox="gateway")
+                break
+            except MotetError as error:
+                self._say(f"numbers of workers cannot be followed: {error.message}; next try in {AGAIN_S:g} s")
+                await asyncio.sleep(AGAIN_S)
         try:
+            await bus.subscribe(subjects.SCALE, Sized, heard)
             while True:
-                await asyncio.sleep(POLL_S)
-                for sized in await self._told(bus):
-                    if sized.base_model == base_model:
-                        await self.follow(sized)
+                await self._news.wait()
+                self._news.clear()
+                assert self._last is not None
+                await self.follow(self._last)
         finally:
             await bus.close()
-
-    async def _told(self, bus: Bus) -> list[Sized]:
-        """The last decisions; none while nobody decides."""
-        asked = StatusRequest(scale=True)
-        try:
-            reply = await bus.request(subjects.SCHEDULER_STATUS, asked, StatusReply, timeout_s=POLL_S)
-        except (MotetError, msgspec.MsgspecError):
-            return []
-        return [decisions[-1] for decisions in reply.scale if decisions] if isinstance(reply, ClusterStatus) else []
 
     async def follow(self, sized: Sized) -> None:
         """Carry out a decision, unless it is too old or was carried out before."""
@@ -88,6 +92,5 @@ class Follower:
         if desired > have:
             await self._workers.grow(desired)
         else:
-            leaves = sized.decision.leaves
-            await self._workers.shrink(leaves if leaves in self._workers.workers else self._workers.workers[-1])
+            await self._workers.shrink(sized.decision.leaves)
         self._asked, self._since_ms = len(self._workers.workers), unix_ms()

@@ -108,20 +108,19 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
 async def _followed(stack: Stack, say: Callable[[str], None]) -> None:
     """Wait for a failure; meanwhile start and stop workers as schedulers decide, if `--workers` is a range."""
     options = stack.options
-    if options.workers_most <= options.workers:
+    if options.workers_most <= options.workers_least:
         await stack.failed()
         return
-    follower = Follower(stack, options.workers, options.workers_most, say)
+    follower = Follower(stack, options.workers_least, options.workers_most, say)
     following = asyncio.create_task(follower.run(stack.bus_config("gateway"), options.served_model_name))
-    failing = asyncio.create_task(stack.failed())
+    following.add_done_callback(
+        lambda task: None if task.cancelled() else say(f"no decision is followed: {task.exception()!r}")
+    )
     try:
-        done, _ = await asyncio.wait({following, failing}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await stack.failed()
     finally:
-        for task in (following, failing):
-            task.cancel()
-        await asyncio.gather(following, failing, return_exceptions=True)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 async def _or_told(work: Any, told: asyncio.Event) -> None:

@@ -113,12 +113,18 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             " advise: nothing follows; act: `motet up --workers 1..4` starts and stops workers"
         ),
     ] = "advise"
-    scale_min: Annotated[int, Meta(ge=1, description="with --scale: the fewest workers of a base model", extra=EXPERT)] = 1
+    scale_min: Annotated[
+        int, Meta(ge=0, description="with --scale: the fewest workers of a base model; 0: none while nobody asks", extra=EXPERT)
+    ] = 1
     scale_max: Annotated[int, Meta(ge=1, description="with --scale: the most workers of a base model", extra=EXPERT)] = 64
     scale_down_s: Annotated[
         float,
         Meta(ge=0, description="with --scale: seconds for which fewer workers must have been enough", extra=EXPERT),
     ] = 300.0
+    scale_idle_s: Annotated[
+        float,
+        Meta(gt=0, description="with --scale-min 0: seconds without a request after which no worker is needed", extra=EXPERT),
+    ] = 900.0
     scale_ttft_ms: Annotated[
         float,
         Meta(gt=0, description="with --scale: time to the first token in milliseconds that 99% are to meet", extra=EXPERT),

@@ -127,6 +127,7 @@ class SchedulerService(BusService):
             least_workers=config.scale_min,
             most_workers=config.scale_max,
             down_s=config.scale_down_s,
+            idle_s=config.scale_idle_s,
             ttft_slo_ms=config.scale_ttft_ms,
         )
         objective = Objective(ttft_slo_ms=config.scale_ttft_ms, tpot_slo_ms=config.scale_tpot_ms)

@@ -9,6 +9,7 @@ milliseconds. All schedulers keep the last decisions, so each can answer for the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -29,12 +30,13 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
 from motet.shared.model import EXCLUSIVE_CAPABILITIES
 from motet.shared.telemetry import logger
-from motet.shared.wire.scale import Decision, Sized
+from motet.shared.wire.scale import Decision, Sized, Wake
 from motet.shared.wire.worker_state import WorkerNotice
 
 log = logger("motet.scheduler.sizer")
 LOOK_S = 15.0
 STARTS_S = 1.0
+WOKEN_S = 15.0  # so long the word that requests wait holds
 KEPT = 200  # decisions of a base model
 BASES_MAX = 64
 EXCLUSIVE = frozenset(EXCLUSIVE_CAPABILITIES)
@@ -53,6 +55,12 @@ class _Base:
     starts: Starts = field(default_factory=Starts)
     asked_s: float = 0.0  # of the last request
     counted: tuple[int, int] = (0, 0)  # requests and tokens, in all
+    waiting: dict[str, tuple[float, int]] = field(default_factory=dict)  # gateway: when it said that so many requests wait
+
+    def woken(self, now_s: float) -> int:
+        """Requests that wait at gateways for a first worker."""
+        self.waiting = {gateway: told for gateway, told in self.waiting.items() if now_s - told[0] < WOKEN_S}
+        return sum(count for _, count in self.waiting.values())
 
 
 class FleetSizer:
@@ -73,11 +81,13 @@ class FleetSizer:
         self._id, self._config, self._objective = scheduler_id, config, objective
         self._bases: dict[str, _Base] = {}
         self.decisions: dict[str, deque[Sized]] = {}
+        self._woken = asyncio.Event()
 
     async def start(self) -> None:
         """Follow notices of workers, and the decisions of all schedulers."""
         await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
         await self._bus.subscribe(subjects.SCALE, Sized, self._on_sized)
+        await self._bus.subscribe(subjects.WAKE, Wake, self._on_wake)
 
     def _on_notice(self, notice: WorkerNotice) -> None:
         base, now = self._base(notice.base_model), now_s()
@@ -86,6 +96,16 @@ class FleetSizer:
             base.starts.begun(notice.worker_id, now)
         else:
             base.starts.ended(notice.worker_id)
+
+    def _on_wake(self, wake: Wake) -> None:
+        """The first one is looked at once; the others tell that requests still wait."""
+        if wake.base_model not in self._bases and len(self._bases) >= BASES_MAX:
+            return
+        base, now = self._base(wake.base_model), now_s()
+        if not base.woken(now):
+            self._woken.set()
+        base.waiting[wake.gateway_id] = (now, wake.waiting)
+        base.asked_s = now
 
     def _on_sized(self, sized: Sized) -> None:
         if sized.base_model in self.decisions or len(self.decisions) < BASES_MAX:
@@ -104,11 +124,13 @@ class FleetSizer:
         """Look every `LOOK_S`, and for workers that have started every `STARTS_S`. Never returns."""
         looked_s = now_s()
         while True:
-            await asyncio.sleep(min(STARTS_S, LOOK_S))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), min(STARTS_S, LOOK_S))
             self._watch_starts()
-            if now_s() - looked_s < LOOK_S:
+            if now_s() - looked_s < LOOK_S and not self._woken.is_set():
                 continue
             looked_s = now_s()
+            self._woken.clear()
             try:
                 for sized in await self.look():
                     await self._bus.publish(subjects.SCALE, sized)
@@ -158,6 +180,7 @@ class FleetSizer:
             starting=starting,
             leaving=self._cluster.leaving(name),
             queued=Rates(queued, queued * tokens),
+            parked=base.woken(now),
             asked_s=base.asked_s,
             missing=missing,
             lead_s=base.starts.lead_s,

@@ -58,13 +58,13 @@ class Kind:
 
 
 async def _stream(owner: Owner, prepared: texts.Prepared) -> Streamed:
-    streams, signal = await answers.open_all(owner, prepared.jobs)
+    streams, signal = await answers.open_all(owner, prepared.jobs, early=True)
     events = sse.SseResponse(prepared, streams, signal, owner.detokenizer, owner.made_by(streams[0]))
     return Streamed(events, lambda: sum(len(stream.answered) for stream in streams))
 
 
 async def _stream_images(owner: Owner, prepared: images.PreparedImages) -> Streamed:
-    streams, signal = await answers.open_all(owner, prepared.jobs)
+    streams, signal = await answers.open_all(owner, prepared.jobs, early=True)
     events = image_sse.ImageEvents(prepared, streams, signal, owner.made_by(streams[0]))
     return Streamed(events, lambda: prepared.tokens_of([len(stream.tokens) for stream in streams]))
 

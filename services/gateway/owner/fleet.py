@@ -11,9 +11,12 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.telemetry import logger
+from motet.shared.wire.scale import Reason, Sized
 from motet.shared.wire.worker_state import WorkerNotice, WorkerState
 
 log = logger("motet.gateway.fleet")
+ASLEEP: frozenset[Reason] = frozenset({"idle", "asleep", "woken"})
+SIZED_S = 60.0  # a decision of this age says nothing about now
 
 
 class Fleet:
@@ -24,11 +27,19 @@ class Fleet:
         self._seen = WorkersSeen(base_model)
         self._newcomer = asyncio.Event()
         self.lost = LostWorkers(base_model)
+        self._sized: Sized | None = None  # the last decision on how many workers there should be
+        self._sized_s = 0.0
+        self._slept = False  # none has served since the last one left because nobody asked
 
     async def start(self) -> None:
         """Start listening; the state is complete after one heartbeat."""
         await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
         await self._bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
+        await self._bus.subscribe(subjects.SCALE, Sized, self._on_sized)
+
+    def _on_sized(self, sized: Sized) -> None:
+        if sized.base_model == self.base_model:
+            self._sized, self._sized_s = sized, now_s()
 
     def _on_notice(self, notice: WorkerNotice) -> None:
         self.lost.on_notice(notice, now_s())
@@ -39,6 +50,7 @@ class Fleet:
         if heard := self._seen.hear(state, now_s()):
             self.lost.on_state(state.worker_id, state.incarnation)
             if heard == "new":
+                self._slept = False
                 self._newcomer.set()
                 self._newcomer = asyncio.Event()
 
@@ -62,8 +74,25 @@ class Fleet:
             self.lost.on_lost(worker_id, now_s())
 
     def coming(self) -> bool:
-        """Whether no worker serves yet but one is loading its model, which takes minutes for a large model."""
-        return not self.workers() and self.lost.loading(now_s())
+        """Whether no worker serves, but one loads its model, which takes minutes for a large model, or is started on demand."""
+        return not self.workers() and (self.lost.loading(now_s()) or self.asleep())
+
+    def asleep(self) -> bool:
+        """Whether there is no worker since nobody asked for so long: the next request has one started."""
+        sized = self._sized
+        told = sized is not None and sized.decision.reason in ASLEEP and now_s() - self._sized_s < SIZED_S
+        asleep = told and not self.workers()
+        self._slept = self._slept or asleep
+        return asleep
+
+    def usable(self) -> bool:
+        """Whether requests can come: they are served, or wait for a worker of a base model that slept."""
+        return bool(self.workers()) or self.asleep() or (self._slept and self.coming())
+
+    @property
+    def start_s(self) -> float:
+        """How long a worker takes to start, as schedulers have measured it."""
+        return self._sized.lead_s if self._sized is not None else 1.0
 
     def why_none_serves(self) -> str:
         """Why no worker serves the base model, for operators: with the reasons that failed workers gave."""
