@@ -27,8 +27,8 @@ from motet.policies.scale.rate_forecast import Rates
 from motet.twin.profile import TwinProfile
 
 START_S = 120.0
-AGAIN_S = 900.0
-"""A stop within so long before a start has saved nothing: a flap."""
+AGAIN_S = 300.0
+"""A stop within so long before a start has saved next to nothing: a flap."""
 MINUTE = round(60.0 / LOOK_S)
 """Looks in a minute."""
 NEAR = 0.005
@@ -76,7 +76,7 @@ class Law:
         return float(judge(self.packed.demand(self.load(rate)), self._kind.settings).batch[0])
 
     def running(self, rate: float, workers: int) -> float:
-        """Requests that run on all of them while so many requests/s are served."""
+        """Requests that run on all of them while so many requests/s come."""
         return workers * float(np.interp(rate / max(workers, 1), self._each, self._batches))
 
     def serves(self, workers: int) -> float:
@@ -192,10 +192,10 @@ class Score:
 
 
 def oracle_looks(needs: Sequence[int]) -> int:
-    """Looks that are paid by somebody who knows the future: workers are there whenever the needs [looks] say, at the least cost.
+    """Looks that are paid by somebody who knows the future: workers are there whenever `needs` [looks] says, at the least cost.
 
-    By dynamic programming over the number of workers, which falls apart into levels: the k-th worker is needed while the need is
-    k or more. Between two such times it is paid on, or stopped and started anew, whatever costs less. Its first start is paid,
+    The dynamic program over the number of workers falls apart into levels: the k-th worker is needed while the need is k or
+    more. Between two such times it is paid on, or stopped and started anew, whatever costs less. Its first start is paid too,
     except that of workers that are needed from the beginning.
     """
     lead, paid = round(START_S / LOOK_S), 0
@@ -223,13 +223,14 @@ def simulate(law: Law, day: Day, scaler: Scaler, *, seed: int, since: int = 0, u
         serves = law.serves(len(fleet.ready))
         met = waiting.pass_on(came, serves)
         columns[:, turn] = len(fleet.ready), len(fleet.ready) + len(fleet.starting), came, met
+        full = waiting.count > 0.0
         view = View(
             now_s=now_s + LOOK_S,
             arrived=came,
             ready=tuple(fleet.ready),
             starting=dict(fleet.starting),
             queued=math.floor(waiting.count),
-            running=law.running(min(came / LOOK_S, serves), len(fleet.ready)),
+            running=law.running(math.inf if full else came / LOOK_S, len(fleet.ready)),
         )
         desired, leaves = scaler.look(view)
         fleet.begin(now_s + LOOK_S)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -23,7 +24,6 @@ from motet.policies.scale.sizing import SizingConfig
 
 MOST = 64
 TOLERANCE = 0.1
-NONE = 1e9
 
 
 class MotetSizer:
@@ -137,12 +137,16 @@ def concurrency(view: View) -> float:
     return view.queued + view.running
 
 
-EVERY_S, MARGINS, DOWN_S = (60.0, 180.0, 300.0), (1.0, 1.1, 1.2, 1.35, 1.5), (0.0, 120.0, 300.0, 900.0, 3600.0)
+EVERY_S, MARGINS, DOWN_S = (60.0, 180.0, 300.0), (0.9, 1.0, 1.05, 1.1, 1.2, 1.35), (0.0, 120.0, 300.0, 900.0, 3600.0)
 SHARES = (0.45, 0.55, 0.65, 0.75, 0.85, 0.95)
 
 
-def rivals(law: Law, peak: int) -> dict[str, dict[str, Callable[[], Scaler]]]:
-    """By name: the settings that are tried. `peak`: about as many workers as the busiest minute needs."""
+Settings = dict[str, Callable[[], Scaler]]
+"""Makes an autoscaler, by what is said of its constants."""
+
+
+def rivals(law: Law, peak: int, *, quick: bool = False) -> dict[str, Settings]:
+    """By name: the settings that are tried; with `quick` few of them. `peak`: workers that the busiest minute needs."""
     full = law.running(law.serves(peak), peak) / peak  # requests of a worker that is as busy as it may be
     each = law.serves(peak) / peak
 
@@ -152,29 +156,32 @@ def rivals(law: Law, peak: int) -> dict[str, dict[str, Callable[[], Scaler]]]:
     def keda(share: float, down_s: float) -> Hpa:
         return Hpa(concurrency, share * full, down_s)
 
-    found: dict[str, dict[str, Callable[[], Scaler]]] = {
-        "fixed peak": {str(count): lambda count=count: Fixed(count) for count in range(max(1, peak // 2), peak + 3)},
+    def both(every_s: float, predictor: str, margin: float, share: float, down_s: float) -> Both:
+        return Both(forecast(every_s, predictor, margin), keda(share, down_s))
+
+    found: dict[str, Settings] = {
+        "fixed peak": {f"{count}": partial(Fixed, count) for count in range(max(1, peak // 2), peak + 3)},
         "hpa queue": {
-            f"{target:g} waiting, down {down_s:g} s": lambda target=target, down_s=down_s: Hpa(waiting, target, down_s)
+            f"{target:g} waiting, down {down_s:g} s": partial(Hpa, waiting, target, down_s)
             for target, down_s in product((0.1, 0.5, 1.0, 2.0, 5.0, 10.0), (*DOWN_S, 7200.0, 14_400.0))
         },
         "keda concurrency": {
-            f"{share:.0%} of a batch, down {down_s:g} s": lambda share=share, down_s=down_s: keda(share, down_s)
+            f"{share:.0%} of a batch, down {down_s:g} s": partial(keda, share, down_s)
             for share, down_s in product(SHARES, DOWN_S)
         },
         "forecast x ceil": {
-            f"every {every_s:g} s, {predictor}, x {margin:g}": lambda words=(every_s, predictor, margin): forecast(*words)
+            f"every {every_s:g} s, {predictor}, x {margin:g}": partial(forecast, every_s, predictor, margin)
             for every_s, predictor, margin in product(EVERY_S, ("last", "line"), MARGINS)
         },
+        "both": {
+            f"{every_s:g} s, {predictor}, x {margin:g}; {share:.0%}, down {down_s:g} s": partial(
+                both, every_s, predictor, margin, share, down_s
+            )
+            for every_s, predictor, margin, share, down_s in product(
+                (60.0, 180.0), ("last", "line"), MARGINS[:4], SHARES[1:], (0.0, 300.0, 900.0)
+            )
+        },
     }
-    found["both"] = {
-        f"{every_s:g} s, {predictor}, x {margin:g}; {share:.0%}, down {down_s:g} s": lambda words=(
-            every_s,
-            predictor,
-            margin,
-        ), others=(share, down_s): Both(forecast(*words), keda(*others))
-        for every_s, predictor, margin, share, down_s in product(
-            (60.0, 180.0), ("last", "line"), MARGINS[:4], SHARES[1:], (0.0, 300.0, 900.0)
-        )
-    }
+    if quick:
+        return {name: dict(list(settings.items())[:: len(settings) // 4]) for name, settings in found.items()}
     return found

@@ -49,11 +49,11 @@ class BaseSizer:
 
     def look(self, seen: Seen) -> tuple[Ahead, Decision | None]:
         """The forecast, and the decision: None where another scheduler decides."""
+        asked = seen.asked
+        self._packed.know(asked, seen.worker, seen.now_s)
         ahead = self._ahead(seen)
         if not seen.decides:
             return ahead, None
-        asked = seen.asked
-        self._packed.know(asked, seen.worker, seen.now_s)
         look = Look(
             now_s=seen.now_s,
             demand=ahead.upper,
@@ -74,4 +74,7 @@ class BaseSizer:
         self._counted = seen.counted
         if arrived.requests_s or seen.parked or self._asked_s is None:
             self._asked_s = seen.now_s
-        return self._forecast.look(seen.now_s, arrived, lead_s=seen.lead_s)
+        ahead = self._forecast.look(seen.now_s, arrived, lead_s=seen.lead_s)
+        if seen.ready:
+            self._forecast.missed(self._packed(ahead.now).workers > len(seen.ready))
+        return ahead
