@@ -30,6 +30,7 @@ from motet.policies.plan.native import native_settings
 from motet.policies.plan.native_steps import LinearSteps
 from motet.policies.plan.packing import pack
 from motet.policies.scale.fleet_demand import AdapterShare, BaseRates
+from motet.policies.scale.image_need import image_times, image_workers
 from motet.policies.scale.rate_forecast import Rates
 from motet.policies.scale.sizing import Need
 from motet.shared.model import PerfModel, WorkerLimits
@@ -115,7 +116,7 @@ class Packed:
         self._objective = objective
         self._rows: list[AdapterShare] = []
         self._tokens = USUAL_TOKENS, USUAL_TOKENS  # of prompts and answers, the last that were seen
-        self._kind: Kind | None = None
+        self._worker: Worker | None = None
         self._known: dict[tuple[int, int], Need] = {}
         self._known_s = 0.0
         self._basis: object = None  # of the answers that are known
@@ -126,38 +127,52 @@ class Packed:
             self._tokens = asked.prompt_tokens_s / asked.requests_s, max(asked.output_tokens_s / asked.requests_s, 1.0)
         basis = asked.rows, worker, *map(_bin, self._tokens)
         old = now_s - self._known_s >= KNOWN_S and basis != self._basis
-        if old or (self._kind is None) != (worker is None):
+        if old or (self._worker is None) != (worker is None):
             self._known, self._known_s, self._basis = {}, now_s, basis
-        self._rows, self._kind = asked.rows, kind_of(*worker) if worker is not None else None
+        self._rows, self._worker = asked.rows, worker
 
     def __call__(self, load: Rates) -> Need:
         """The need of a load, of the adapters in the shares that are known."""
-        if load.requests_s <= 0.0 or self._kind is None or not self._rows:
+        if load.requests_s <= 0.0 or self._worker is None or not self._rows:
             return Need(1)
         alike = _bin(load.requests_s), _bin(load.tokens_s / load.requests_s)
         if alike not in self._known:
             most, each = ((1.0 + ALIKE) ** number for number in alike)
-            self._known[alike] = self._pack(Rates(most, most * each if load.tokens_s else 0.0), self._kind)
+            self._known[alike] = self._pack(Rates(most, most * each if load.tokens_s else 0.0), self._worker)
         return self._known[alike]
 
-    def _pack(self, load: Rates, kind: Kind) -> Need:
+    def _pack(self, load: Rates, worker: Worker) -> Need:
+        if "draws" in worker[0].capabilities:
+            return self._pictures(load, *worker)
         try:
-            packing = _pooled(self.demand(load), kind)
+            packing = _pooled(self.demand(load), kind_of(*worker))
         except CannotServe as error:
             return Need(0, impossible=str(error))
         return Need(len(packing.workers), max(packing.workers, key=lambda worker: worker.strain).limit)
 
-    def demand(self, load: Rates) -> Demand:
-        """The load, a row for each adapter or group."""
+    def _pictures(self, load: Rates, limits: WorkerLimits, perf: PerfModel) -> Need:
+        _, steps = self._lengths(load)
+        most, goal = limits.max_running, self._objective
+        times = image_times(perf, most)
+        found = image_workers(times, load.requests_s, steps, most, ttft_slo_ms=goal.ttft_slo_ms, share=goal.share)
+        return Need(found, "compute")
+
+    def _lengths(self, load: Rates) -> tuple[float, float]:
+        """Tokens of a prompt and of an answer: as they were last, in proportion to the load's tokens."""
         prompt, output = self._tokens
         longer = load.tokens_s / load.requests_s / (prompt + output) if load.tokens_s else 1.0
+        return max(prompt * longer, 1.0), max(output * longer, 1.0)
+
+    def demand(self, load: Rates) -> Demand:
+        """The load, a row for each adapter or group."""
+        prompt, output = self._lengths(load)
         rows = self._rows
         return Demand.of(
             np.array([one.share for one in rows]) * load.requests_s,
             rank=[one.rank for one in rows],
             size_bytes=[one.size_bytes for one in rows],
-            prompt_tokens=max(prompt * longer, 1.0),
-            output_tokens=max(output * longer, 1.0),
+            prompt_tokens=prompt,
+            output_tokens=output,
             ttft_slo_ms=self._objective.ttft_slo_ms,
             tpot_slo_ms=self._objective.tpot_slo_ms,
             share=self._objective.share,

@@ -30,7 +30,6 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
-from motet.shared.model import EXCLUSIVE_CAPABILITIES
 from motet.shared.telemetry import logger
 from motet.shared.wire.scale import Decision, Sized, Wake
 from motet.shared.wire.worker_state import WorkerNotice
@@ -40,8 +39,7 @@ STARTS_S = 1.0
 WOKEN_S = 15.0  # so long the word that requests wait holds
 KEPT = 200  # decisions of a base model
 BASES_MAX = 64
-EXCLUSIVE = frozenset(EXCLUSIVE_CAPABILITIES)
-NO_LAW = "a formula for workers that generate no text"
+NO_LAW = "a formula for workers that make embeddings"
 NOTHING = BaseRates(requests_s=0.0, refused_s=0.0, prompt_tokens_s=0.0, output_tokens_s=0.0, adapters={})
 
 
@@ -176,7 +174,7 @@ class FleetSizer:
         for known in serving:
             base.lost.on_state(known.worker_id, known.incarnation)
         missing = [f"the reports of {name}" for name in silent]
-        if any(EXCLUSIVE.intersection(known.limits.capabilities) for known in serving):
+        if any("embeddings" in known.limits.capabilities for known in serving):
             missing.append(NO_LAW)
         rows = [state.row(known.worker_id) for known in serving]
         return Seen(

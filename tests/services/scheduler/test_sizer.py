@@ -115,11 +115,18 @@ async def test_a_base_that_nobody_asks_for_needs_no_worker_until_a_request_waits
     await eventually(lambda: decision(service).reason == "idle")
 
 
-async def test_workers_that_draw_pictures_are_left_as_they_are(bus, schedule, hire):
-    await hire("w1", limits=worker_limits(capabilities=("draws",)))
+async def test_workers_that_make_embeddings_are_left_as_they_are(bus, schedule, hire):
+    await hire("w1", limits=worker_limits(capabilities=("embeddings",)))
     service = await schedule(scale="advise")
     await eventually(lambda: (found := decision(service)) is not None and found.reason == "doubt")
     assert decision(service).missing == (sizer.NO_LAW,) and decision(service).desired == 1
+
+
+async def test_workers_that_draw_pictures_are_sized_too(bus, schedule, hire):
+    await hire("w1", limits=worker_limits(capabilities=("draws",)))
+    service = await schedule(scale="advise")
+    await eventually(lambda: (found := decision(service)) is not None and found.reason == "steady")
+    assert decision(service).missing == ()
 
 
 async def test_without_the_option_nobody_decides(bus, schedule, hire, monkeypatch):
