@@ -99,7 +99,8 @@ class Cluster:
 
     Without a scheduler, one worker gets every request at once, with the output length that `predict` returns: by default the
     true one. `balance`: a rebalancer moves requests, also if the
-    scheduler does not ask for one. `preload`: adapters on the device at the start, by worker id.
+    scheduler does not ask for one. `preload`: adapters on the device at the start, by worker id. `first`: only so many of the
+    workers are there at the start; the others wait for `come`.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Cluster:
         predict: Callable[[Request], int] | None = None,
         balance: BalanceSpec | None = None,
         preload: Mapping[str, Iterable[str]] | None = None,
+        first: int | None = None,
     ) -> None:
         if scheduler is None and len(workers) != 1:
             raise ValueError(f"{len(workers)} workers need a scheduler")
@@ -139,20 +141,30 @@ class Cluster:
         self.unfinished = len(workload)  # requests without an end
         self.plans: list[tuple[float, Plan]] = []
         """What the rebalancer decided, and the real seconds that each plan took."""
+        self._there: set[str] = set()  # workers that schedulers know
         if scheduler is not None:
-            self._begin_reports()
+            for worker in self.workers[:first]:
+                self.come(worker.worker_id)
             self._begin_balancing(scheduler, balance)
         self._coming = iter(workload)
         self._next_arrival()
 
-    def _begin_reports(self) -> None:
-        """Tell the schedulers of every worker, and from then on of changes."""
-        for worker, reporter in zip(self.workers, self._reporters, strict=True):
-            first = worker.snapshot()
-            for one in self.schedulers:
-                one.hear(first, 0.0)
-            # spread over the interval: workers do not start at the same instant
-            self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
+    def come(self, worker_id: str) -> None:
+        """A worker begins to serve: it tells the schedulers of itself, and from then on of changes."""
+        worker, now_ps = self._by_id[worker_id], self.events.now_ps
+        self._there.add(worker_id)
+        first = worker.snapshot()
+        for one in self.schedulers:
+            one.hear(first, self.events.now_s)
+        # spread over the interval: workers do not start at the same instant
+        begin_ps = now_ps + self._heartbeat_ps * worker.index // len(self.workers)
+        self.events.at(begin_ps, HEARTBEAT, self._heartbeat, self._reporters[worker.index])
+
+    def leave(self, worker_id: str) -> None:
+        """A worker is given no more requests, and ends those that it has. It does not come again."""
+        self._there.remove(worker_id)
+        for one in self.schedulers:
+            one.book.forget(worker_id)
 
     def _begin_balancing(self, scheduler: SchedulerSpec, balance: BalanceSpec | None) -> None:
         if scheduler.rebalance == "on":
@@ -323,6 +335,8 @@ class Cluster:
 
     def _heartbeat(self, reporter: _Reporter) -> None:
         worker = reporter.worker
+        if worker.worker_id not in self._there:
+            return
         whole = reporter.cadence.whole(len(worker.core))
         self._tell(reporter, worker.snapshot(lists_prefixes=False) if whole else worker.delta())
         if self.unfinished:
@@ -334,7 +348,7 @@ class Cluster:
 
     def _hear(self, word: WorkerState) -> None:
         now_s = self.events.now_s
-        for scheduler in self.schedulers:
+        for scheduler in self.schedulers if word.worker_id in self._there else ():
             scheduler.hear(word, now_s)
 
 
