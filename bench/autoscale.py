@@ -1,6 +1,6 @@
 """Autoscalers over days of load in simulated time: what they pay, and how many requests they lose.
 
-    python -m bench autoscale [--maf FILE] [--images FILE] [--azure FILE] [--twin] [--picture] [--quick]
+    python -m bench autoscale [--maf FILE] [--images FILE] [--azure FILE] [--twin | --picture] [--quick]
 
 *maf*: invocations by minute (Azure Functions 2019). *images*: the rate of an image service (GenTD26), sums of 10 minutes with
 straight lines between them. *azure*: half an hour of Azure's conversations, by the minute. Their rates are multiplied so that
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,13 @@ import numpy as np
 from bench import report
 from bench.autoscale_parts import Day, Law, Scaler, Score, simulate
 from bench.autoscale_rivals import MOST, MotetSizer, rivals
+from bench.autoscale_twin import in_twin
 from motet.policies.plan.demand import Floats
+from motet.policies.scale.base_sizer import LOOK_S
 from motet.policies.scale.fleet_demand import AdapterShare
 from motet.policies.scale.need import Objective
 from motet.policies.scale.sizing import SizingConfig
+from motet.twin.plots import Curve, Plot, svg
 from motet.twin.profile import a10_llama2_7b
 from motet.twin.traces import opened, read_invocations, read_trace
 from motet.twin.workload import zipf
@@ -39,10 +42,11 @@ GOAL = 0.99
 OBJECTIVE = Objective(ttft_slo_ms=2000.0, tpot_slo_ms=100.0)
 TOKENS = 200  # of a prompt, and of an answer
 RANKS, MIB_PER_RANK = (8, 16, 32, 64), 0.625
-ADAPTERS, QUICK_ADAPTERS = 40, 12
-MEAN, QUICK_MEAN = 16.0, 6.0  # requests/s of maf
+ADAPTERS, QUICK_ADAPTERS = 24, 8
+MEAN, QUICK_MEAN = 16.0, 5.0  # requests/s of maf
 PEAK, QUICK_PEAK = 32.0, 12.0  # of images
 TUNE_SEED, SEED = 1, 2
+TWIN_MINUTES = 120
 OURS = "motet"
 PICTURE = Path(__file__).parents[1] / "docs" / "orchestration.svg"
 COLUMNS = ("day", "autoscaler", "part", "hours / oracle", "attained %", "flaps / day", "late min", "setting")
@@ -54,13 +58,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=Path, help="CSV: timestamp_anon, value, container, request_type")
     parser.add_argument("--azure", type=Path, help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens")
     parser.add_argument("--seed", type=int, default=SEED, help="of the arrivals on which all are judged")
-    parser.add_argument("--picture", action="store_true", help="draw the made day for docs/orchestration.md")
+    parser.add_argument("--twin", action="store_true", help="only: the end of the last day in the twin, beside the law")
+    parser.add_argument("--picture", action="store_true", help="only: draw the made day for docs/orchestration.md")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All days with all autoscalers."""
+    """All days with all autoscalers; or some hours in the twin; or the picture."""
     law = law_of(QUICK_ADAPTERS if args.quick else ADAPTERS)
     days = list(_days(args))
+    if args.picture:
+        return _picture(law)
+    if args.twin:
+        return _in_twin(law, days[-1], args)
     rows: list[list[object]] = []
     found = {}
     for number in args.watch.rounds(len(days), "days"):
@@ -81,7 +90,7 @@ def law_of(adapters: int) -> Law:
 
 def _days(args: argparse.Namespace) -> list[Day]:
     mean, peak = (QUICK_MEAN, QUICK_PEAK) if args.quick else (MEAN, PEAK)
-    days = [made(mean, minutes=480 if args.quick else 1440)]
+    days = [made(mean, minutes=360 if args.quick else 1440)]
     if args.maf is not None:
         days.append(_day("maf", read_invocations(args.maf).sum(axis=0), mean=mean))
     if args.images is not None:
@@ -178,6 +187,7 @@ def _figures(found: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
             "flaps_per_day": round(held.flaps_a_day, 1),
             "late_minutes": held.late_minutes,
             "whole_day": [round(rows[OURS].whole.vs_oracle, 3), round(rows[OURS].whole.attainment, 4)],
+            "flaps_of": {name: round(row.held.flaps_a_day, 1) for name, row in beaten.items()},
             "hours_vs": {
                 name: round(held.worker_hours / row.held.worker_hours, 3)
                 for name, row in beaten.items()
@@ -195,3 +205,40 @@ def _figures(found: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
         "late_minutes": sum(one["late_minutes"] for one in ours),
         "days": figures,
     }
+
+
+# ---- the twin, and the picture
+
+
+def _in_twin(law: Law, day: Day, args: argparse.Namespace) -> dict[str, Any]:
+    """Motet and two rivals in the last minutes of a day, served by simulated workers that come and go."""
+    peak = law.needed(float(day.rate.max()))
+    others = rivals(law, peak)
+    makes: dict[str, Callable[[], Scaler]] = {OURS: lambda: motet(law)}
+    for name in ("forecast x ceil", "keda concurrency"):
+        settings = others[name]
+        makes[name] = settings[
+            _best({one: simulate(law, day, make(), seed=TUNE_SEED, until=day.tuned) for one, make in settings.items()})
+        ]
+    until = len(day.rate)
+    since = until - (20 if args.quick else TWIN_MINUTES)
+    rows, figures = list[list[object]](), dict[str, Any]()
+    for name, make in makes.items():
+        seen = in_twin(law, a10_llama2_7b(), day, make, since=since, until=until, seed=args.seed)
+        figures[name.replace(" ", "_")] = {key: round(value, 4) for key, value in asdict(seen).items()}
+        rows.append([name, seen.worker_hours, seen.law_worker_hours, 100 * seen.attainment, 100 * seen.law_attainment])
+        print(f"{name} done", flush=True)
+    columns = ["autoscaler", "worker hours, twin", "law", "attained %, twin", "law"]
+    print(report.table(f"{day.name}, minutes {since} to {until}", columns, rows))
+    return {"twin": figures}
+
+
+def _picture(law: Law) -> dict[str, Any]:
+    """The made day: workers that the load needs, and those that Motet had."""
+    day = made(MEAN)
+    score = simulate(law, day, motet(law), seed=SEED)
+    hours = np.arange(len(score.ready), dtype=np.float64) * (LOOK_S / 3600.0)
+    needs = np.repeat([float(law.needed(rate)) for rate in day.rate.tolist()], len(hours) // len(day.rate))
+    curves = [Curve(hours, needs), Curve(hours, score.ready)]
+    PICTURE.write_bytes(svg(Plot(caption="", curves=curves, unit="h", plain=True, steps=True, names=("needed", "serving"))))
+    return {"worker_hours_vs_oracle": round(score.vs_oracle, 3), "attainment": round(score.attainment, 4)}

@@ -71,7 +71,7 @@ class Hpa:
     measured: Callable[[View], float]
     target: float
     down_s: float
-    _wanted: deque[tuple[float, int]] = field(default_factory=deque)
+    _wanted: deque[tuple[float, int]] = field(default_factory=deque)  # (when, workers), workers falling: the most is first
 
     def look(self, view: View) -> tuple[int, str]:
         """See `Scaler`."""
@@ -79,10 +79,12 @@ class Hpa:
         ratio = self.measured(view) / ready / self.target
         wanted = view.current if abs(ratio - 1.0) <= TOLERANCE else math.ceil(ready * ratio)
         wanted = min(max(wanted, 1), MOST)
-        while self._wanted and self._wanted[0][0] <= view.now_s - self.down_s:
-            self._wanted.popleft()
+        while self._wanted and self._wanted[-1][1] <= wanted:
+            self._wanted.pop()
         self._wanted.append((view.now_s, wanted))
-        return max(count for _, count in self._wanted), ""
+        while self._wanted[0][0] < view.now_s - self.down_s:
+            self._wanted.popleft()
+        return self._wanted[0][1], ""
 
 
 @dataclass
@@ -178,7 +180,7 @@ def rivals(law: Law, peak: int, *, quick: bool = False) -> dict[str, Settings]:
                 both, every_s, predictor, margin, share, down_s
             )
             for every_s, predictor, margin, share, down_s in product(
-                (60.0, 180.0), ("last", "line"), MARGINS[:4], SHARES[1:], (0.0, 300.0, 900.0)
+                (60.0, 180.0), ("line",), (0.9, 1.0, 1.1), SHARES[1:], (0.0, 300.0)
             )
         },
     }

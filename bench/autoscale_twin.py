@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from bench.autoscale_parts import Day, Fleet, Law, Scaler, View, simulate
+from motet.policies.plan.demand import Floats
 from motet.policies.scale.base_sizer import LOOK_S
 from motet.shared.model import Slo
 from motet.twin.cluster import BusDelays, Cluster
@@ -16,7 +18,8 @@ from motet.twin.profile import TwinProfile
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick
 
-MOST_STARTS = 400
+SPARE_WORKERS = 24
+"""That have not started; those that have left start again later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +33,10 @@ class Hours:
     law_attainment: float
 
 
-def requests(law: Law, rate: np.ndarray, seed: int) -> Workload:
+def requests(law: Law, rate: Floats, seed: int) -> Workload:
     """Poisson arrivals at rates [minutes], with lognormal lengths of the law's mean."""
     rng = np.random.default_rng(seed)
-    at_s = arrivals(rng, Intensity(np.arange(len(rate) + 1) * 60.0, rate))
+    at_s = arrivals(rng, Intensity(np.arange(len(rate) + 1, dtype=np.float64) * 60.0, rate))
     pool = Lengths.lognormal(np.random.default_rng(0), prompt_mean=law.tokens, output_mean=law.tokens)
     limit = law.worker[0].max_model_len
     prompts, outputs = pool.capped(limit // 2, limit).draw(rng, len(at_s))
@@ -52,10 +55,10 @@ def requests(law: Law, rate: np.ndarray, seed: int) -> Workload:
 class _Loop:
     """Looks every 15 s at a simulated cluster, and starts and stops its workers."""
 
-    def __init__(self, cluster: Cluster, scaler: Scaler, ready: int, since_s: float, arrival_s: np.ndarray) -> None:
+    def __init__(self, cluster: Cluster, scaler: Scaler, ready: int, since_s: float, arrival_s: Floats) -> None:
         self._cluster, self._scaler, self._since_s, self._arrival_s = cluster, scaler, since_s, arrival_s
-        self._new = iter([worker.worker_id for worker in cluster.workers])
-        self._fleet = Fleet(ready=[next(self._new) for _ in range(ready)])
+        self._away = deque(worker.worker_id for worker in cluster.workers)
+        self._fleet = Fleet(ready=[self._away.popleft() for _ in range(ready)])
         self._ids: dict[str, str] = {name: name for name in self._fleet.ready}  # of what the fleet calls them
         self.paid_s = 0.0
         self._next()
@@ -91,10 +94,11 @@ class _Loop:
         """Workers that are ready now come, those that were and are not leave."""
         ready = self._fleet.ready
         for name in [name for name in self._ids if name not in ready]:
-            self._cluster.leave(self._ids.pop(name))
+            self._away.append(self._ids.pop(name))
+            self._cluster.leave(self._away[-1])
         for name in ready:
             if name not in self._ids:
-                self._ids[name] = next(self._new)
+                self._ids[name] = self._away.popleft()
                 self._cluster.come(self._ids[name])
 
 
@@ -106,7 +110,9 @@ def in_twin(
     before = simulate(law, day, scaler, seed=seed, until=since)
     after = simulate(law, day, make(), seed=seed, since=since, until=until)
     work, ready = requests(law, day.rate[since:until], seed), int(before.ready[-1])
-    cluster = Cluster(work, [profile.spec()] * (ready + MOST_STARTS), SchedulerSpec(), bus=BusDelays(), seed=seed, first=ready)
+    cluster = Cluster(
+        work, [profile.spec()] * (ready + SPARE_WORKERS), SchedulerSpec(), bus=BusDelays(), seed=seed, first=ready
+    )
     loop = _Loop(cluster, scaler, ready, since * 60.0, work.arrival_s)
     cluster.run()
     seen = cluster.summary()

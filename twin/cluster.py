@@ -161,7 +161,7 @@ class Cluster:
         self.events.at(begin_ps, HEARTBEAT, self._heartbeat, self._reporters[worker.index])
 
     def leave(self, worker_id: str) -> None:
-        """A worker is given no more requests, and ends those that it has. It does not come again."""
+        """A worker is given no more requests, and ends those that it has. It may come again a heartbeat later."""
         self._there.remove(worker_id)
         for one in self.schedulers:
             one.book.forget(worker_id)
