@@ -4,8 +4,8 @@
 
 *maf*: invocations by minute (Azure Functions 2019). *images*: the rate of an image service (GenTD26), sums of 10 minutes with
 straight lines between them. *azure*: half an hour of Azure's conversations, by the minute. Their rates are multiplied so that
-the load needs some ten workers at its peak; arrivals are Poisson. *made*: a day with the statistics of the first two, of which
-nothing is read. Workers are CaraServe's A10, a start takes 120 s. Motet decides by the class that its scheduler runs.
+the load needs some ten workers at its peak; arrivals are Poisson. *made*: without files, a day with the statistics of the first
+two. Workers are CaraServe's A10, a start takes 120 s. Motet decides by the class that its scheduler runs.
 
 The constants of all autoscalers were chosen on the first two thirds of each day: a rival's are those with the least worker
 hours of the settings in `autoscale_rivals` that reach an attainment of .99 there, or else of the best attainment. All are
@@ -42,9 +42,9 @@ GOAL = 0.99
 OBJECTIVE = Objective(ttft_slo_ms=2000.0, tpot_slo_ms=100.0)
 TOKENS = 200  # of a prompt, and of an answer
 RANKS, MIB_PER_RANK = (8, 16, 32, 64), 0.625
-ADAPTERS, QUICK_ADAPTERS = 24, 8
-MEAN, QUICK_MEAN = 16.0, 5.0  # requests/s of maf
-PEAK, QUICK_PEAK = 32.0, 12.0  # of images
+ADAPTERS, QUICK_ADAPTERS = 12, 8
+MEAN, QUICK_MEAN = 12.0, 5.0  # requests/s of maf
+PEAK, QUICK_PEAK = 24.0, 12.0  # of images
 TUNE_SEED, SEED = 1, 2
 TWIN_MINUTES = 120
 OURS = "motet"
@@ -90,7 +90,7 @@ def law_of(adapters: int) -> Law:
 
 def _days(args: argparse.Namespace) -> list[Day]:
     mean, peak = (QUICK_MEAN, QUICK_PEAK) if args.quick else (MEAN, PEAK)
-    days = [made(mean, minutes=360 if args.quick else 1440)]
+    days: list[Day] = []
     if args.maf is not None:
         days.append(_day("maf", read_invocations(args.maf).sum(axis=0), mean=mean))
     if args.images is not None:
@@ -98,7 +98,7 @@ def _days(args: argparse.Namespace) -> list[Day]:
     if args.azure is not None:
         minutes = np.bincount((read_trace(args.azure).arrival_s // 60.0).astype(np.int64)).astype(np.float64)
         days.append(_day("azure", minutes[:-1], mean=mean))  # its last minute is not whole
-    return days
+    return days or [made(mean, minutes=360 if args.quick else 1440)]
 
 
 def _day(name: str, rate: Floats, *, mean: float = 0.0, peak: float = 0.0) -> Day:

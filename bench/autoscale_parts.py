@@ -31,7 +31,7 @@ AGAIN_S = 300.0
 """A stop within so long before a start has saved next to nothing: a flap."""
 MINUTE = round(60.0 / LOOK_S)
 """Looks in a minute."""
-NEAR = 0.005
+NEAR = 0.01
 """Capacities are known so closely."""
 
 

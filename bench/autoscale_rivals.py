@@ -165,7 +165,7 @@ def rivals(law: Law, peak: int, *, quick: bool = False) -> dict[str, Settings]:
         "fixed peak": {f"{count}": partial(Fixed, count) for count in range(max(1, peak // 2), peak + 3)},
         "hpa queue": {
             f"{target:g} waiting, down {down_s:g} s": partial(Hpa, waiting, target, down_s)
-            for target, down_s in product((0.1, 0.5, 1.0, 2.0, 5.0, 10.0), (*DOWN_S, 7200.0, 14_400.0))
+            for target, down_s in product((0.1, 1.0, 5.0), (*DOWN_S, 14_400.0))
         },
         "keda concurrency": {
             f"{share:.0%} of a batch, down {down_s:g} s": partial(keda, share, down_s)
@@ -180,7 +180,7 @@ def rivals(law: Law, peak: int, *, quick: bool = False) -> dict[str, Settings]:
                 both, every_s, predictor, margin, share, down_s
             )
             for every_s, predictor, margin, share, down_s in product(
-                (60.0, 180.0), ("line",), (0.9, 1.0, 1.1), SHARES[1:], (0.0, 300.0)
+                (60.0, 180.0), ("line",), (0.9, 1.0, 1.1), SHARES[2:], (0.0, 300.0)
             )
         },
     }

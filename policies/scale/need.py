@@ -135,10 +135,15 @@ class Packed:
         """The need of a load, of the adapters in the shares that are known."""
         if load.requests_s <= 0.0 or self._worker is None or not self._rows:
             return Need(1)
-        alike = _bin(load.requests_s), _bin(load.tokens_s / load.requests_s)
+        rate, each = alike = _bin(load.requests_s), _bin(load.tokens_s / load.requests_s)
         if alike not in self._known:
-            most, each = ((1.0 + ALIKE) ** number for number in alike)
-            self._known[alike] = self._pack(Rates(most, most * each if load.tokens_s else 0.0), self._worker)
+            below = max((one for one in self._known if one[1] == each and one[0] < rate), default=None)
+            above = min((one for one in self._known if one[1] == each and one[0] > rate), default=None)
+            if below and above and self._known[below].workers == self._known[above].workers:
+                self._known[alike] = self._known[above]  # what is between needs as many
+            else:
+                most, tokens = ((1.0 + ALIKE) ** number for number in alike)
+                self._known[alike] = self._pack(Rates(most, most * tokens if load.tokens_s else 0.0), self._worker)
         return self._known[alike]
 
     def _pack(self, load: Rates, worker: Worker) -> Need:

@@ -9,6 +9,7 @@ import pytest
 
 import bench.rivals  # noqa: F401 (most-idle)
 from motet.twin.cluster import BusDelays, Cluster
+from motet.twin.events import MESSAGE, to_ps
 from motet.twin.metrics import NEVER
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.workload import Workload
@@ -92,6 +93,21 @@ def test_every_request_ends_once_and_gets_all_its_tokens() -> None:
     assert (metrics.output_tokens[done] == load.output_tokens[done]).all()
     assert (metrics.first_ps[done] <= metrics.end_ps[done]).all()
     assert (metrics.admitted_ps[done] >= np.rint(load.arrival_s[done] * 1e12)).all()
+
+
+def test_workers_come_and_go_and_what_a_leaving_one_has_it_ends() -> None:
+    load = workload(1)
+    cluster = Cluster(load, [spec()] * 3, SchedulerSpec(), first=1)
+    first, second, third = (worker.worker_id for worker in cluster.workers)
+    half_ps = to_ps(load.duration_s * 500.0)
+    cluster.events.at(half_ps, MESSAGE, cluster.come, second)
+    cluster.events.at(half_ps, MESSAGE, cluster.leave, first)
+    cluster.run()
+    metrics, arrival_ps = cluster.metrics, np.rint(load.arrival_s * 1e12)
+    assert set(metrics.worker[arrival_ps < half_ps].tolist()) <= {-1, 0}
+    assert set(metrics.worker[arrival_ps > half_ps].tolist()) <= {-1, 1}
+    assert {0, 1} <= set(metrics.worker.tolist()), f"{third} was never there"
+    assert ((metrics.end_ps != NEVER) ^ metrics.refused).all()
 
 
 def test_a_lone_request_takes_the_time_of_its_steps() -> None:

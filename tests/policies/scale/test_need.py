@@ -113,6 +113,21 @@ def test_an_answer_counts_for_a_minute_for_loads_that_are_alike(monkeypatch: pyt
         assert len(packings) == expected, at_s
 
 
+def test_a_load_between_two_that_need_as_many_workers_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[float] = []
+
+    def counted(demand: Demand, kind: Kind) -> Packing:
+        loads.append(demand.total_rate)
+        return pack(demand, [kind])
+
+    monkeypatch.setattr(need, "_pooled", counted)  # private: how often it packs
+    needs = packed(asked(3, 10.0))
+    few, many, between = (needs(Rates(rate, 300.0 * rate)).workers for rate in (1.0, 2.0, 1.5))
+    assert few == many == between == 1 and len(loads) == 2
+    assert needs(Rates(90.0, 300.0 * 90.0)).workers > 1
+    assert needs(Rates(30.0, 300.0 * 30.0)).workers >= 1 and len(loads) == 4
+
+
 def test_an_answer_counts_for_as_long_as_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[Kind] = []
 
