@@ -219,14 +219,15 @@ class Stack:
         """Start workers until there are `count`; returns at once. A worker that cannot start goes again."""
         assert self._supervisor is not None and self._ready, "start() comes first"
         async with self._changing:
-            names = [f"worker-{i + 1}" for i in range(max(self.options.workers_most, count))]
-            free = [name for name in names if name not in self.workers]
+            leaving = [] if self.options.gpus else self._supervisor.leaving  # the GPU of one that leaves is not free yet
+            names = [f"worker-{i + 1}" for i in range(max(self.options.workers_most, count) + len(leaving))]
+            free = [name for name in names if name not in (*self.workers, *self._supervisor.leaving)]
             for name in free[: max(0, count - len(self.workers))]:
                 self._supervisor.add(self._service(name))
             self._write_facts()
 
     async def shrink(self, worker: str) -> None:
-        """Let a worker drain and stop, or the last one where this is none of them; its requests go on elsewhere."""
+        """Let a worker drain and stop in the background, or the last one where this is none of them."""
         assert self._supervisor is not None and self._ready, "start() comes first"
         async with self._changing:
             named = [name for name in (worker, worker.rpartition("-")[0]) if name in self.workers]  # one that was replaced

@@ -68,6 +68,11 @@ class Supervisor:
         """One per name; after a `replace` the successor."""
         return list(self._children.values())
 
+    @property
+    def leaving(self) -> list[str]:
+        """The names of children that were removed or replaced and still drain."""
+        return [child.name for child in self._leaving]
+
     async def start(self) -> None:
         """Start everything and return when all children are ready. Raises StartFailed; call `stop` also then."""
         self._failed = asyncio.get_running_loop().create_future()
@@ -113,15 +118,19 @@ class Supervisor:
         task.add_done_callback(ended)
 
     async def remove(self, name: str, *, drain_s: float) -> None:
-        """Let a child drain and end, at most for `drain_s`, and look after it no longer."""
+        """Look after a child no longer. It drains and ends in the background, at most for `drain_s`."""
         self._tasks[name].cancel()
         await asyncio.gather(self._tasks[name], return_exceptions=True)
         child = self._forget(name)
         self._watcher.changed(name, "stopping", "")
         task = self._leaving[child] = asyncio.create_task(self._end(child, drain_s))
-        task.add_done_callback(lambda _: self._leaving.pop(child, None))
-        await asyncio.wait({task})
-        self._watcher.changed(name, "stopped", _how(child))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._leaving.pop(child, None)
+            if not task.cancelled():
+                self._watcher.changed(name, "stopped", _how(child))
+
+        task.add_done_callback(ended)
 
     def _forget(self, name: str) -> Child:
         del self._tasks[name], self._ready[name]
