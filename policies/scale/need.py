@@ -12,9 +12,11 @@ busy ones take part in equal groups, each of which stands for its adapters' load
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
+import msgspec
 import numpy as np
 
 from motet.policies.plan.demand import Demand
@@ -46,12 +48,40 @@ class Objective:
     share: float = 0.99
 
 
-def kind_of(workers: Sequence[tuple[WorkerLimits, PerfModel]]) -> Kind:
-    """The kind that most of these workers are, with the middle one of their step times. There is at least one worker."""
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a base model now."""
+
+    requests_s: float
+    prompt_tokens_s: float
+    output_tokens_s: float
+    rows: list[AdapterShare]  # at most ROWS_MAX: the busiest adapters, and groups of the others
+
+    @classmethod
+    def of(cls, rates: BaseRates) -> Self:
+        """From the rates by adapter."""
+        return cls(
+            requests_s=rates.requests_s,
+            prompt_tokens_s=rates.prompt_tokens_s,
+            output_tokens_s=rates.output_tokens_s,
+            rows=_rows(list(rates.adapters.values())),
+        )
+
+    @property
+    def tokens_each(self) -> float:
+        """Tokens of a request, prompt and answer; 0 where none came."""
+        return (self.prompt_tokens_s + self.output_tokens_s) / self.requests_s if self.requests_s else 0.0
+
+
+def typical(workers: Sequence[tuple[WorkerLimits, PerfModel]]) -> tuple[WorkerLimits, PerfModel]:
+    """Of the kind that most of these workers are, the one with the middle step times. There is at least one worker."""
     counts = Counter(_memory(limits) for limits, _ in workers)
     most = max(counts, key=lambda memory: (counts[memory], memory))
     alike = sorted((one for one in workers if _memory(one[0]) == most), key=lambda one: _step_ms(one[1]))
-    limits, perf = alike[len(alike) // 2]
+    return alike[len(alike) // 2]
+
+
+def kind_of(limits: WorkerLimits, perf: PerfModel) -> Kind:
+    """Workers like this one, for the law."""
     steps = LinearSteps(perf=perf, stalls=limits.copies == "stall")
     settings = native_settings(limits, WorkerOptions(), steps)
     if not limits.kv_block_bytes:  # its memory stays divided as it is
@@ -72,23 +102,23 @@ class Packed:
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
-        self._shares: Mapping[str, AdapterShare] = {}
+        self._rows: list[AdapterShare] = []
         self._tokens = USUAL_TOKENS, USUAL_TOKENS  # of prompts and answers, the last that were seen
         self._kind: Kind | None = None
         self._known: dict[tuple[int, int], Need] = {}
         self._known_s = 0.0
 
-    def know(self, asked: BaseRates, kind: Kind | None, now_s: float) -> None:
+    def know(self, asked: Asked, kind: Kind | None, now_s: float) -> None:
         """What is asked for now, and the kind of the workers; None without any."""
         if now_s - self._known_s >= KNOWN_S or (self._kind is None) != (kind is None):
             self._known, self._known_s = {}, now_s
-        self._shares, self._kind = asked.adapters, kind
+        self._rows, self._kind = asked.rows, kind
         if asked.requests_s:
             self._tokens = asked.prompt_tokens_s / asked.requests_s, max(asked.output_tokens_s / asked.requests_s, 1.0)
 
     def __call__(self, load: Rates) -> Need:
         """The need of a load, of the adapters in the shares that are known."""
-        if load.requests_s <= 0.0 or self._kind is None or not self._shares:
+        if load.requests_s <= 0.0 or self._kind is None or not self._rows:
             return Need(1)
         alike = _bin(load.requests_s), _bin(load.tokens_s / load.requests_s)
         if alike not in self._known:
@@ -106,7 +136,7 @@ class Packed:
         """The load, a row for each adapter or group."""
         prompt, output = self._tokens
         longer = load.tokens_s / load.requests_s / (prompt + output) if load.tokens_s else 1.0
-        rows = _rows(list(self._shares.values()))
+        rows = self._rows
         return Demand.of(
             np.array([one.share for one in rows]) * load.requests_s,
             rank=[one.rank for one in rows],

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from motet.policies.cluster.dispatch import POLICIES
+from motet.policies.scale.need import Objective
+from motet.policies.scale.sizing import SizingConfig
 from motet.shared.config import EXPERT, ServiceConfig
 from motet.shared.scheduler_options import AdmissionName, SchedulerOptions
 from motet.shared.worker_options import Switch
@@ -154,3 +156,17 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             kv_travel=self.kv_travel == "on",
             place_s=self.place_s,
         )
+
+    @property
+    def sizing(self) -> tuple[SizingConfig, Objective] | None:
+        """What decisions about numbers of workers depend on; None without them."""
+        if self.scale == "off":
+            return None
+        config = SizingConfig(
+            least_workers=self.scale_min,
+            most_workers=self.scale_max,
+            down_s=self.scale_down_s,
+            idle_s=self.scale_idle_s,
+            ttft_slo_ms=self.scale_ttft_ms,
+        )
+        return config, Objective(ttft_slo_ms=self.scale_ttft_ms, tpot_slo_ms=self.scale_tpot_ms)

@@ -104,6 +104,22 @@ async def test_the_first_waiting_request_is_looked_at_at_once(bus, schedule, mon
     assert decision(service).desired == 1 and now_s() - asked_s < 5.0
 
 
+async def test_a_waiting_request_is_seen_also_when_the_one_that_plans_is_gone(bus, schedule, monkeypatch):
+    monkeypatch.setattr(sizer, "LOOK_S", 60.0)
+    services = {name: await schedule(scale="act", scale_min=0, instance_id=name) for name in ("s1", "s2")}
+    await eventually(lambda: any(one.planner.mine for one in services.values()))
+    (planner,) = (name for name, one in services.items() if one.planner.mine)
+    await services.pop(planner).stop()
+    (other,) = services.values()
+
+    async def decided() -> bool:
+        await bus.publish(subjects.WAKE, Wake(base_model=BASE, gateway_id="g1", waiting=1))
+        return (found := decision(other)) is not None and found.desired == 1
+
+    await eventually(decided, within_s=10.0)
+    assert decision(other).reason == "woken"
+
+
 async def test_a_base_that_nobody_asks_for_needs_no_worker_until_a_request_waits(bus, schedule, hire, monkeypatch):
     monkeypatch.setattr(sizer, "WOKEN_S", 0.5)
     await hire("w1")
