@@ -215,6 +215,11 @@ class Stack:
         """The workers that run or start; one that leaves is none of them."""
         return [child.name for child in self.children if child.name.startswith("worker")]
 
+    @property
+    def leaving(self) -> list[str]:
+        """The processes that drain."""
+        return self._supervisor.leaving if self._supervisor is not None else []
+
     async def grow(self, count: int) -> None:
         """Start workers until there are `count`; returns at once. A worker that cannot start goes again."""
         assert self._supervisor is not None and self._ready, "start() comes first"
