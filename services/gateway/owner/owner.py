@@ -180,6 +180,11 @@ class Owner:
         """The number of owned sequences."""
         return len(self._core.active)
 
+    @property
+    def parked(self) -> int:
+        """The number of new requests that wait for a first worker."""
+        return len(self._parked)
+
     def streams(self) -> Collection[Stream]:
         """The streams that have not ended."""
         return cast(Collection[Stream], self._core.active.values())

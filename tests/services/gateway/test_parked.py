@@ -8,7 +8,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from click.testing import CliRunner
 
+from motet.cli.status import status
 from motet.services.gateway.edge import sse
 from motet.services.gateway.owner import parked
 from motet.services.gateway.service import GatewayService
@@ -131,6 +133,18 @@ async def test_a_gateway_is_ready_while_its_base_sleeps_and_while_it_wakes(sleep
     await sleeper.decide("steady")
     await eventually(lambda: not sleeper.gateway.fleet.asleep())
     assert await status() == 200, "it loads its model"
+
+
+async def test_the_status_says_that_a_base_sleeps_and_who_waits(sleeper, http, monkeypatch):
+    monkeypatch.delenv("MOTET_API_KEY", raising=False)
+    await sleeper.falls_asleep()
+    asking = asyncio.create_task(http.post(f"{sleeper.url}/v1/completions", json=sleeper.body()))
+    await sleeper.waiting(1)
+    shown = await asyncio.to_thread(CliRunner().invoke, status, ["--url", sleeper.url])
+    assert "asleep: nobody asks" in shown.output
+    assert "1 request at g1 until a first worker serves" in shown.output
+    await sleeper.start_worker()
+    (await asking).release()
 
 
 async def test_a_request_is_refused_at_once_where_nobody_starts_a_worker(sleeper, http, monkeypatch):
