@@ -31,6 +31,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     ready: dict[str, float]  # worker: bytes that other workers must load when it leaves
     starting: dict[str, float] = {}  # worker: since
     leaving: list[str] = []
+    lost: dict[str, float] = {}  # worker that vanished: since
+    told: int = 0  # workers that there should be by the last decision, whoever made it
     queued: float = 0.0  # requests that wait on workers
     parked: int = 0  # requests that wait at gateways for a first worker
     missing: list[str] = []  # names of inputs that are not there
@@ -61,6 +63,8 @@ class BaseSizer:
             ready=seen.ready,
             starting=seen.starting,
             leaving=seen.leaving,
+            lost=seen.lost,
+            told=seen.told,
             queued=Rates(seen.queued, seen.queued * asked.tokens_each),
             parked=seen.parked,
             asked_s=self._asked_s if self._asked_s is not None else seen.now_s,

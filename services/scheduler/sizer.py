@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from motet.policies.cluster.lost_workers import LostWorkers
+from motet.policies.cluster.lost_workers import HOPED_FOR, LostWorkers
 from motet.policies.cluster.worker_book import Known
 from motet.policies.scale.base_sizer import LOOK_S, BaseSizer, Seen
 from motet.policies.scale.fleet_demand import BaseRates, FleetDemand
@@ -38,6 +38,7 @@ from motet.shared.wire.worker_state import WorkerNotice
 log = logger("motet.scheduler.sizer")
 STARTS_S = 1.0
 WOKEN_S = 15.0  # so long the word that requests wait holds
+LONG_AGO_S = -1e9
 KEPT = 200  # decisions of a base model
 BASES_MAX = 64
 EXCLUSIVE = frozenset(EXCLUSIVE_CAPABILITIES)
@@ -52,6 +53,7 @@ class _Base:
     sizer: BaseSizer
     lost: LostWorkers
     starts: Starts = field(default_factory=Starts)
+    serving: frozenset[str] = frozenset()  # at the last look
     waiting: dict[str, tuple[float, int]] = field(default_factory=dict)  # gateway: when it said that so many requests wait
 
     def woken(self, now_s: float) -> int:
@@ -171,10 +173,25 @@ class FleetSizer:
             lead_s=round(seen.lead_s, 1),
         )
 
-    def _seen(self, name: str, base: _Base, asked: BaseRates, serving: list[Known], silent: Collection[str]) -> Seen:
-        now, state = now_s(), self._cluster.state
+    def _absent(self, base: _Base, serving: list[Known], leaving: Collection[str]) -> tuple[dict[str, float], dict[str, float]]:
+        """Workers that start, and those that vanished, each with the time; long ago for one that starts again and again."""
+        now, here = now_s(), frozenset(known.worker_id for known in serving)
         for known in serving:
             base.lost.on_state(known.worker_id, known.incarnation)
+        for gone in base.serving - here - set(leaving):
+            base.lost.on_lost(gone, now)
+        base.serving = here
+        starting, lost = dict[str, float](), dict[str, float]()
+        for one in base.lost.all(now):
+            found = starting if one.state == "loading" else lost
+            found[one.worker_id] = one.at_s if one.starts <= HOPED_FOR else LONG_AGO_S
+        return starting, lost
+
+    def _seen(self, name: str, base: _Base, asked: BaseRates, serving: list[Known], silent: Collection[str]) -> Seen:
+        now, state = now_s(), self._cluster.state
+        leaving = self._cluster.leaving(name)
+        starting, lost = self._absent(base, serving, leaving)
+        decided = self.decisions.get(name)
         missing = [f"the reports of {name}" for name in silent]
         if any(EXCLUSIVE.intersection(known.limits.capabilities) for known in serving):
             missing.append(NO_LAW)
@@ -185,8 +202,10 @@ class FleetSizer:
             asked=Asked.of(asked),
             worker=typical([state.terms(known.worker_id) for known in serving]) if serving else None,
             ready={known.worker_id: float(known.limits.adapter_bytes_most - known.adapter_bytes_free) for known in serving},
-            starting={one.worker_id: one.at_s for one in base.lost.all(now) if one.state == "loading"},
-            leaving=list(self._cluster.leaving(name)),
+            starting=starting,
+            leaving=leaving,
+            lost=lost,
+            told=decided[-1].decision.desired if decided else 0,
             queued=float(state.table["queued"][rows].sum()),
             parked=base.woken(now),
             missing=missing,

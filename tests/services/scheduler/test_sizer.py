@@ -131,6 +131,19 @@ async def test_a_base_that_nobody_asks_for_needs_no_worker_until_a_request_waits
     await eventually(lambda: decision(service).reason == "idle")
 
 
+async def test_workers_that_die_are_expected_back_and_one_that_stopped_is_not(bus, schedule, hire):
+    workers = [await hire(name) for name in ("w1", "w2", "w3")]
+    service = await schedule(scale="advise")
+    await eventually(lambda: (found := decision(service)) is not None and found.current == 3)
+    await workers[0].die()
+    await eventually(lambda: not service.cluster.knows("w1"), within_s=10.0)
+    await asyncio.sleep(0.3)  # time: several looks
+    assert (decision(service).desired, decision(service).current) == (3, 3)
+    stopped = WorkerNotice(worker_id="w1", incarnation="1", base_model=BASE, event="stopped")
+    await bus.publish(subjects.notice("w1"), stopped)
+    await eventually(lambda: decision(service).current == 2)
+
+
 async def test_workers_that_draw_pictures_are_left_as_they_are(bus, schedule, hire):
     await hire("w1", limits=worker_limits(capabilities=("draws",)))
     service = await schedule(scale="advise")
