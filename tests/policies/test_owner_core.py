@@ -146,6 +146,16 @@ def test_a_parked_request_waits_for_room_too_and_ends_when_its_time_is_over(worl
     assert core.on(Refused(owned, 0, FULL), 62.0) == [Over(owned, "overloaded")]
 
 
+def test_a_parked_request_ends_soon_when_nothing_starts_any_more(world: World) -> None:
+    core, owned = parking(world), Taken()
+    core.on(Submitted(owned), 1.0)
+    core.on(Refused(owned, 0, AWAY), 1.0)
+    world.is_coming = False
+    assert kinds(core.on(Refused(owned, 0, AWAY), 10.0)) == [Pause]
+    assert kinds(core.on(Refused(owned, 0, AWAY), 10.0 + OPEN_PATIENCE_S)) == [Pause]
+    assert core.on(Refused(owned, 0, AWAY), 10.1 + OPEN_PATIENCE_S) == [Over(owned, "unavailable")]
+
+
 def test_what_no_worker_will_ever_serve_is_not_parked(world: World) -> None:
     core, owned = parking(world), Taken()
     core.on(Submitted(owned), 1.0)
