@@ -155,6 +155,26 @@ async def test_a_request_is_refused_at_once_where_nobody_starts_a_worker(sleeper
         assert refused.status == 503 and not sleeper.wakes
 
 
+async def test_a_stream_that_no_worker_ever_had_costs_no_tokens_and_frees_its_idempotency_key(
+    connect, bus, nats_url, tmp_path, http
+):
+    scheduler = FakeScheduler(await connect("scheduler"), ["w1"])
+    await scheduler.start()
+    limits = {"park_s": 0.2, "tenant_tokens_per_min": 1000}
+    async with running_gateway(nats_url, tmp_path, **limits) as gateway:
+        one = Sleeper(gateway, connect, bus)
+        await one.falls_asleep()
+        ask = {"json": one.body(stream=True), "headers": {"Idempotency-Key": "k"}}
+        for _ in range(2):
+            async with http.post(f"{one.url}/v1/completions", **ask) as answer:
+                assert (answer.status, b"error" in await answer.read()) == (200, True)
+        await one.start_worker()
+        async with http.post(f"{one.url}/v1/completions", **ask) as answer:
+            assert (answer.status, b"error" in await answer.read()) == (200, False), "a retry runs"
+            left = 1000 - int(answer.headers["x-ratelimit-remaining-tokens"])
+            assert left < 10, "the prompt of one request, not of three"
+
+
 async def test_the_clients_that_went_away_leave_no_parked_request(sleeper):
     await sleeper.falls_asleep()
     async with aiohttp.ClientSession() as http:
