@@ -241,7 +241,7 @@ class OwnerCore:
                 place.until_s = self._now_s + place.patience_s  # its time counts when a worker serves
             return False
         parks = coming and why == "unavailable" and self._park_s > 0
-        if parks or (owned.parked_s and why == "overloaded"):
+        if parks or (owned.parked_s and why in ("overloaded", "late")):
             place.until_s = (owned.parked_s or self._now_s) + self._park_s
         elif owned.parked_s:  # nothing starts any more
             place.until_s = min(place.until_s, self._now_s + OPEN_PATIENCE_S)

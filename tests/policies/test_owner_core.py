@@ -156,6 +156,18 @@ def test_a_parked_request_ends_soon_when_nothing_starts_any_more(world: World) -
     assert core.on(Refused(owned, 0, AWAY), 10.1 + OPEN_PATIENCE_S) == [Over(owned, "unavailable")]
 
 
+@pytest.mark.parametrize("coming", [True, False], ids=["a worker starts", "it serves"])
+def test_a_parked_request_outlasts_a_scheduler_that_does_not_answer(world: World, coming: bool) -> None:
+    """NATS is frozen, or a thousand parked requests are submitted at once: neither says that nothing starts any more."""
+    core, owned = parking(world), Taken()
+    core.on(Submitted(owned), 1.0)
+    core.on(Refused(owned, 0, AWAY), 1.0)
+    world.is_coming = coming
+    for epoch, now_s in enumerate((10.0, 20.0, 30.0)):
+        assert kinds(core.on(Refused(owned, epoch, LATE), now_s)) == [Pause]
+    assert core.on(Refused(owned, 3, LATE), 62.0) == [Over(owned, LATE.code)]
+
+
 def test_what_no_worker_will_ever_serve_is_not_parked(world: World) -> None:
     core, owned = parking(world), Taken()
     core.on(Submitted(owned), 1.0)
