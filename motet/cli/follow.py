@@ -9,6 +9,7 @@ worker had told that it starts does no harm. Workers leave in the background.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -100,6 +101,7 @@ class Follower:
 
 async def followed(stack: Stack, say: Callable[[str], None]) -> None:
     """Wait for a failure of a stack; meanwhile start and stop workers as schedulers decide, if `--workers` is a range."""
+    logging.getLogger("motet").addHandler(logging.NullHandler())  # the services say what happens to NATS
     options = stack.options
     if options.workers_most <= options.workers_least:
         await stack.failed()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -78,6 +80,20 @@ async def test_after_a_worker_that_could_not_start_the_next_try_waits(monkeypatc
     clock[0] += follow.REST_S
     await follower.follow(sized(2, age_ms=-4000))
     assert hands.names == ["w0", "w1"]
+
+
+def test_the_log_of_a_followers_connection_does_not_come_between_the_lines_of_progress() -> None:
+    """NATS that is away for four minutes made 154 lines "bus error". Outside pytest, whose handlers take such lines."""
+    program = """
+import asyncio
+from types import SimpleNamespace
+from motet.cli.follow import followed
+from motet.shared.telemetry import logger
+async def failed(): logger("motet.bus").warning("bus error")
+asyncio.run(followed(SimpleNamespace(options=SimpleNamespace(workers_most=0, workers_least=0), failed=failed), print))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stderr == ran.stdout == ""
 
 
 def told(desired: int, current: int) -> dict[str, Any]:
