@@ -15,8 +15,9 @@ Rules:
    loss.
 5. A request whose output is constrained to a grammar starts again without the tokens so far, or is ended.
 6. A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
-7. A new request that finds no worker is parked while one starts: it is submitted again when that one serves, for at most
-   `park_s`. Then it also waits for room, since requests that came first are not refused for those that came with them.
+7. A new request that finds no worker is parked while one starts: it is submitted again when that one serves, and not before,
+   for at most `park_s`. Then it also waits for room, since requests that came first are not refused for those that came with
+   them.
 
 `life.TRANSITIONS` are the phases. The live gateway (services/gateway/owner/owner.py) and the twin's run this code.
 """
@@ -179,6 +180,9 @@ class OwnerCore:
     def _pause_over(self, owned: Owned, serial: int) -> None:
         place = owned.place
         if place is not None and place.waits and place.serial == serial and owned.phase == "placing":
+            if owned.parked_s and self._now_s < place.until_s and self._mesh.coming():  # rule 7
+                self._pause(owned, place, PARKED_PAUSE_S)
+                return
             place.pause_s = min(place.pause_s * 2, BACKOFF_S[1])
             self._submit_again(owned, place)
 
