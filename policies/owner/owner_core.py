@@ -177,11 +177,14 @@ class OwnerCore:
         place.serial += 1
         self._actions.append(Pause(owned, place.serial, pause_s))
 
+    def _pause_parked(self, owned: Owned, place: Search) -> None:
+        self._pause(owned, place, min(PARKED_PAUSE_S, max(place.until_s - self._now_s, BACKOFF_S[0])))
+
     def _pause_over(self, owned: Owned, serial: int) -> None:
         place = owned.place
         if place is not None and place.waits and place.serial == serial and owned.phase == "placing":
             if owned.parked_s and self._now_s < place.until_s and self._mesh.coming():  # rule 7
-                self._pause(owned, place, PARKED_PAUSE_S)
+                self._pause_parked(owned, place)
                 return
             place.pause_s = min(place.pause_s * 2, BACKOFF_S[1])
             self._submit_again(owned, place)
@@ -232,7 +235,10 @@ class OwnerCore:
             owned.epoch += 1
             place.timeout_s = min(2 * place.timeout_s, SUBMIT_TIMEOUT_S[1])
         owned.excluded = [w for w in owned.excluded if w in owned.declined or not self._back(w)]
-        self._pause(owned, place, PARKED_PAUSE_S if parks else place.pause_s)
+        if parks:
+            self._pause_parked(owned, place)
+        else:
+            self._pause(owned, place, place.pause_s)
         if parks and not owned.parked_s:
             owned.parked_s = now_s
             self._actions.append(Parked(owned))

@@ -137,6 +137,14 @@ def test_while_nobody_answers_nothing_is_run_and_it_is_said_once() -> None:
     assert "the gateway is away" in once
 
 
+def test_a_command_that_cannot_be_run_is_told_and_tried_again() -> None:
+    said = list[str]()
+    follower = CommandFollower(["/nowhere/kubectl", "{desired}"], scale.run_command, said.append)
+    follower.look(lambda: told(3, 2), 0.0)
+    follower.look(lambda: told(3, 2), AGAIN_S)
+    assert [line for line in said if line.startswith(f"exit status {scale.CANNOT_RUN}")] == said[1::2] and len(said) == 4
+
+
 def test_where_a_mesh_has_several_base_models_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"scale": [told(1, 1), told(1, 1) | {"base_model": "other"}]}
     monkeypatch.setattr(scale, "ask", lambda *_: both)
