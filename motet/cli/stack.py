@@ -189,6 +189,8 @@ class Stack:
         self._generation += 1
         names = [child.name for child in self.children]
         for name in sorted(names, key=lambda name: RESTART_ORDER.index(name.split("-")[0])):
+            if name not in [child.name for child in self.children]:  # a worker that could not start
+                continue
             say(f"{name}: restarting")
             if name == "nats":
                 await supervisor.bounce(name, ready_s=READY_S)
@@ -236,7 +238,8 @@ class Stack:
         assert self._supervisor is not None and self._ready, "start() comes first"
         async with self._changing:
             named = [name for name in (worker, worker.rpartition("-")[0]) if name in self.workers]  # one that was replaced
-            await self._supervisor.remove((named or self.workers)[-1], drain_s=self.options.drain_s + MARGIN_S)
+            for name in (named or self.workers)[-1:]:
+                await self._supervisor.remove(name, drain_s=self.options.drain_s + MARGIN_S)
             self._write_facts()
 
     async def failed(self) -> None:

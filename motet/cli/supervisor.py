@@ -119,8 +119,9 @@ class Supervisor:
 
     async def remove(self, name: str, *, drain_s: float) -> None:
         """Look after a child no longer. It drains and ends in the background, at most for `drain_s`."""
-        self._tasks[name].cancel()
-        await asyncio.gather(self._tasks[name], return_exceptions=True)
+        await self._cancel(name)
+        if name not in self._children:  # it was given up meanwhile
+            return
         child = self._forget(name)
         self._watcher.changed(name, "stopping", "")
         task = self._leaving[child] = asyncio.create_task(self._end(child, drain_s))
@@ -131,6 +132,12 @@ class Supervisor:
                 self._watcher.changed(name, "stopped", _how(child))
 
         task.add_done_callback(ended)
+
+    async def _cancel(self, name: str) -> None:
+        """Look no longer after the child of this name, if there is one."""
+        if (task := self._tasks.get(name)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _forget(self, name: str) -> Child:
         del self._tasks[name], self._ready[name]
@@ -177,11 +184,13 @@ class Supervisor:
             if code in (None, CONFIG_ERROR_EXIT) or attempts >= START_ATTEMPTS or now_s() > deadline:
                 raise StartFailed(f"the new {name} cannot start, the old one stays: {problem}\n{_last_words(successor)}")
             await asyncio.sleep(FIRST_BACKOFF_S)
-        predecessor = self._children[name]
-        self._tasks[name].cancel()
-        await asyncio.gather(self._tasks[name], return_exceptions=True)
+        await self._cancel(name)
+        predecessor = self._children.get(name)  # none where a further child was given up meanwhile
         self._children[name] = successor
+        self._ready.setdefault(name, asyncio.Event())
         self._look_after(successor, running=True)
+        if predecessor is None:
+            return
         task = self._leaving[predecessor] = asyncio.create_task(self._end(predecessor, drain_s))
         task.add_done_callback(lambda _: self._leaving.pop(predecessor, None))
         if wait:
