@@ -122,7 +122,10 @@ MANY = 1 << 30
 
 class Motet(Dispatch):
     """Motet's dispatch (`policies.cluster.shared_cost`) on the state that its schedulers keep; a picture is as many rows as its
-    steps take longer than the mean one."""
+    steps take longer than the mean one. `load_weight`: how often a load's time counts."""
+
+    def __init__(self, load_weight: float = 1.0) -> None:
+        self.load_weight = load_weight
 
     def begin(self, fleet: Fleet) -> None:
         super().begin(fleet)
@@ -130,10 +133,8 @@ class Motet(Dispatch):
         self._steps = 0.0
         self._count = 0
         self._choose = policy.POLICIES.named("motet")()
-        low_mb, high_mb = 5.0, 200.0
         sizes = sorted({(job.mb, fleet.loads.mean_s(job.adapter)) for job in {job.adapter: job for job in fleet.jobs}.values()})
         slope, base = np.polyfit(*np.array(sizes).T, 1) if len(sizes) > 1 else (0.0, sizes[0][1])
-        assert low_mb <= sizes[0][0] and sizes[-1][0] <= high_mb
         for node in fleet.nodes:
             speed = node.gpu.speed
             self.state.put_worker(
@@ -146,7 +147,7 @@ class Motet(Dispatch):
                 PerfModel(
                     prefill_base_ms=0.0, prefill_token_ms=0.0, prefill_lora_ms=0.0, decode_lora_ms=0.0,
                     decode_base_ms=1000.0 * fleet.base_s / speed, decode_row_ms=1000.0 * fleet.mean_row_s / speed,
-                    load_base_ms=1000.0 * max(0.0, float(base)), load_ms_per_mib=1000.0 * float(slope),
+                    load_base_ms=1000.0 * self.load_weight * float(base), load_ms_per_mib=1000.0 * self.load_weight * float(slope),
                 ),
             )  # fmt: skip
             self.state.heard(f"n{node.at}", 0.0, kv_blocks_free=MANY, draining=False)
@@ -159,7 +160,9 @@ class Motet(Dispatch):
             adapter=job.adapter, adapter_bytes=job.size_bytes, key=hash_of(job.request_id), rows=self._rows(job),
         )  # fmt: skip
         now_s = self.fleet.now_s
-        found = policy.decide(self._choose, self.state, ask, now_s, stale_s=float("inf"), avg_resp_len=self._steps / self._count)
+        found = policy.decide(
+            self._choose, self.state, ask, now_s, stale_s=float("inf"), avg_resp_len=self._steps / self._count
+        )
         assert found.worker_id is not None
         return self.fleet.nodes[int(found.worker_id[1:])]
 

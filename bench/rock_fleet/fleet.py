@@ -47,6 +47,7 @@ class Node:
     gpu: Gpu
     slots: AdapterSlots
     base: int
+    base_from_s: float = 0.0  # when its base model is there
     waiting: list[Job] = field(default_factory=list)
     holding: set[Job] = field(default_factory=set)  # waiting requests whose adapter is kept for them
     running: dict[Job, float] = field(default_factory=dict)
@@ -185,42 +186,37 @@ class Fleet:
         self.system.dispatch.began(job, node)
 
     def _fill_alone(self, node: Node) -> None:
+        if node.held_up:
+            self._begin_held_up(node)
         if node.running or node.held_up or not node.waiting:
             return
         first = node.waiting[0]
         batch = [job for job in node.waiting if job.adapter == first.adapter and job.kind == first.kind][: self.worker.rows]
         node.waiting = [job for job in node.waiting if job not in batch]
         node.held_up = batch
-        base_s = self._change_base(node, first)
+        self._change_base(node, first)
         for job in batch:
             self._acquire(job, node)
-        if base_s:
-            self.at(self.now_s + base_s, self._begin_held_up, node)
-        elif first.adapter not in node.slots.loading:
-            self._begin_held_up(node)
+        self._begin_held_up(node)
 
     def _begin_held_up(self, node: Node) -> None:
-        if node.held_up and node.held_up[0].adapter not in node.slots.loading and not node.running:
-            batch, node.held_up = node.held_up, []
-            for job in batch:
-                self._start(job, node)
-            node.since_s = self.now_s
-            self._expect(node)
+        """Start the batch that waits for its adapter or for the base model, if both are there."""
+        if not node.held_up or node.held_up[0].adapter in node.slots.loading or self.now_s < node.base_from_s:
+            return
+        for job in node.held_up:
+            self._start(job, node)
+        node.held_up = []
 
-    def _expect(self, node: Node) -> None:
-        node.version += 1
-        self.at(self.now_s + min(node.running.values()) * self.step_s(node), self._ends, node, node.version)
-
-    def _change_base(self, node: Node, job: Job) -> float:
-        """Load the request's base model if another is there. Returns the seconds."""
+    def _change_base(self, node: Node, job: Job) -> None:
+        """Load the request's base model if another is there."""
         if job.kind == node.base:
-            return 0.0
-        node.base = job.kind
+            return
+        node.base, node.base_from_s = job.kind, self.now_s + self.loads.base_s
+        self.at(node.base_from_s, self._go_on, node)
         for adapter in node.slots.digests():
             if not node.slots.users(adapter):
                 node.slots.drop(adapter)
                 self.system.dispatch.gone(adapter, node)
-        return self.system.base_load_s
 
     def _fill_mixed(self, node: Node) -> None:
         for job in node.waiting[: AHEAD * self.worker.rows]:
@@ -280,7 +276,6 @@ class Fleet:
         if node.loads[adapter] != nth or adapter not in node.slots.loading:
             return  # it was evicted meanwhile
         node.slots.arrived(adapter)
-        self._begin_held_up(node)
         self._go_on(node)
 
     def trim(self, node: Node) -> None:

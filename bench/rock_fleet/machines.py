@@ -17,7 +17,7 @@ from zlib import crc32
 
 import numpy as np
 
-from bench.rock_fleet.jobs import ADAPTERS, KINDS, Asked, adapter_size
+from bench.rock_fleet.jobs import KINDS, Asked, adapter_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ GPU_KINDS = (
 )
 MACHINES, GPUS_EACH = 16, 4
 MEAN_SLOWNESS = sum(kind.slowness for kind in GPU_KINDS) / len(GPU_KINDS)
-LARGEST_GB = max(kind.memory_gb for kind in GPU_KINDS)
+BASE_S = 22.0
+"""Mean load time of a base model in the recorded table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +74,21 @@ def fleet(earlier: Sequence[Asked], room_mb: float) -> list[Gpu]:
 
 
 class Loads:
-    """How long a load takes: a quantile of measured load times, which is the adapter's among all sizes, +- SPREAD.
+    """How long a load of an adapter takes: a quantile of measured load times, which is the adapter's among all sizes, +- SPREAD.
 
-    The measurements have no sizes; that a larger adapter takes longer is assumed.
+    The measurements have no sizes; that a larger adapter takes longer is assumed. `base_s`: of a base model.
     """
 
     SPREAD = 0.25
 
-    def __init__(self, measured_s: Sequence[float], adapters: Sequence[str]) -> None:
+    def __init__(self, measured_s: Sequence[float], adapters: Sequence[str], base_s: float = BASE_S) -> None:
+        self.base_s = base_s
         self._measured = np.sort(np.asarray(measured_s, float))
         self._sizes = sorted(adapter_size(one)[1] for one in adapters)
         spread = np.linspace(-1.0, 1.0, 21)
-        self._means = {one: float(np.mean([self._at(self._share(one) + self.SPREAD * by) for by in spread])) for one in adapters}
+        self._means = {
+            one: float(np.mean([self._at(self._share(one) + self.SPREAD * by) for by in spread])) for one in adapters
+        }
 
     def seconds(self, adapter: str, node: int, nth: int) -> float:
         """The `nth` load of the adapter on this node: the same in every system that is compared."""
@@ -104,19 +108,17 @@ class Loads:
         return float(np.interp(share * (len(self._measured) - 1), np.arange(len(self._measured)), self._measured))
 
 
-def recorded_loads(path: Path, adapters: Sequence[str]) -> Loads:
-    """Load times from a recorded table (`value`, in ms)."""
+def recorded_loads(adapters: Sequence[str], adapter_times: Path, base_times: Path | None) -> Loads:
+    """Load times from recorded tables (`value`, in ms); of base models the mean."""
+    base_s = float(np.mean(_seconds(base_times))) if base_times is not None else BASE_S
+    return Loads(_seconds(adapter_times), adapters, base_s)
+
+
+def _seconds(path: Path) -> list[float]:
     with gzip.open(path, "rt") as file:
-        return Loads([float(row["value"]) / 1000.0 for row in csv.DictReader(file)], adapters)
+        return [float(row["value"]) / 1000.0 for row in csv.DictReader(file)]
 
 
 def drawn_loads(adapters: Sequence[str], seed: int) -> Loads:
     """Load times with the recorded table's mean and spread: 4.4 s, 1.1 to 8.2 s at 5 and 99%."""
     return Loads(np.random.default_rng(seed).normal(4.4, 1.6, 2000).clip(0.6, 12.0).tolist(), adapters)
-
-
-def names(asked: Sequence[Asked]) -> list[str]:
-    """The adapters of these requests, at most ADAPTERS."""
-    found = sorted({one.adapter for one in asked})
-    assert len(found) <= ADAPTERS
-    return found

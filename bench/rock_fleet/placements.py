@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from bench.rock_fleet.fleet import Fleet, Node
 
 
-
 class Placement:
     """Loads nothing ahead."""
 
@@ -81,7 +80,9 @@ class ThreeLayers(Placement):
         super().begin(fleet)
         self._window: deque[tuple[float, Job]] = deque()
         self._rng = np.random.default_rng(7)
-        kinds = np.array([[one.gpu.kind.memory_gb, one.gpu.kind.tb_s / one.gpu.kind.memory_gb, 0.0, one.gpu.speed] for one in fleet.nodes])
+        kinds = np.array(
+            [[one.gpu.kind.memory_gb, one.gpu.kind.tb_s / one.gpu.kind.memory_gb, 0.0, one.gpu.speed] for one in fleet.nodes]
+        )
         self._group = layers.groups(layers.unit(kinds))
         fleet.every(layers.WINDOW_S, self._place)
 
@@ -99,7 +100,9 @@ class ThreeLayers(Placement):
         if not uses:
             return
         nodes = [node for node in self.fleet.nodes if node.gpu.base == base]
-        pattern = _most_common({adapter: [self.watched.label(job) for job in jobs if job.adapter == adapter] for adapter in uses})
+        pattern = _most_common(
+            {adapter: [self.watched.label(job) for job in jobs if job.adapter == adapter] for adapter in uses}
+        )
         heat: Counter[int] = Counter()
         for adapter, count in uses.items():
             heat[pattern[adapter]] += count
@@ -145,5 +148,3 @@ def _bytes(adapter: str) -> int:
 
 def _most_common(labels: dict[str, list[int]]) -> dict[str, int]:
     return {adapter: Counter(its).most_common(1)[0][0] for adapter, its in labels.items()}
-
-

@@ -2,7 +2,8 @@
 
 A queue's load is estimated from the requests of the last 90 s and from those that wait; a matching moves waiting requests along
 with their queue. In between a request goes to the part of its pattern's queue that has its adapter, or else to the one that has
-the least to do; of several, to the one that has the least to do.
+the least to do. Algorithm 1 binds a queue to one node for 90 s, yet its output is a "task-to-GPU mapping", and replicas would be
+of no use: so two readings are built, `bound` to the letter, and one in which each request goes to the best of the candidates.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
     from bench.rock_fleet.fleet import Fleet, Node
 
 
-EVEN=0
-CACHED=False
 class Queues(Dispatch):
-    """`matched`: by algorithm 1; else each part goes to the node that has the least to do."""
+    """`matched`: by algorithm 1; else each part goes to the node that has the least to do. `bound`: all of a part's requests go
+    to its node; else each one goes to that candidate of its part, or node of its pattern with its adapter, that has least to do.
+    """
 
-    def __init__(self, watched: Watched, *, matched: bool = True) -> None:
-        self.watched, self.matched = watched, matched
+    def __init__(self, watched: Watched, *, matched: bool = True, bound: bool = False) -> None:
+        self.watched, self.matched, self.bound = watched, matched, bound
 
     def begin(self, fleet: Fleet) -> None:
         super().begin(fleet)
         self._window: deque[tuple[float, Job]] = deque()
-        self._parts: list[list[tuple[Part, Node]]] = [[] for _ in KINDS]  # of each base model
+        self._parts: list[list[tuple[Part, list[Node]]]] = [[] for _ in KINDS]  # of each base model, with their candidates
         fleet.every(EVERY_S, self._match)
 
     def choose(self, job: Job) -> Node:
@@ -42,11 +43,15 @@ class Queues(Dispatch):
     def _node(self, job: Job) -> Node:
         mine = [one for one in self._parts[job.kind] if one[0].queue == self.watched.label(job)] or self._parts[job.kind]
         if not mine:
-            return min(self.of_base[job.kind], key=lambda node: backlog_s(self.fleet, node))
-        has_it = [one for one in mine if job.adapter in one[0].adapters or (CACHED and job.adapter in one[1].slots)]
-        part, node = min(has_it or mine, key=lambda one: backlog_s(self.fleet, one[1]))
+            return min(self.of_base[job.kind], key=self._to_do_s)
+        its = [one for one in mine if job.adapter in one[0].adapters or (not self.bound and job.adapter in one[1][0].slots)]
+        choices = [(part, node) for part, nodes in its or mine for node in (nodes[:1] if self.bound else nodes)]
+        part, node = min(choices, key=lambda one: self._to_do_s(one[1]))
         part.adapters.setdefault(job.adapter, 0.0)
         return node
+
+    def _to_do_s(self, node: Node) -> float:
+        return backlog_s(self.fleet, node)
 
     def _match(self) -> None:
         fleet = self.fleet
@@ -54,39 +59,36 @@ class Queues(Dispatch):
             self._window.popleft()
         for base, nodes in enumerate(self.of_base):
             waiting = [(job, node) for node in nodes for job in node.waiting if job not in node.holding]
-            tasks = [job for _, job in self._window if job.kind == base] + [job for job, _ in waiting]
-            self._parts[base] = self._matched(tasks, nodes, self._use(nodes))
-            for job, node in sorted(waiting, key=lambda one: one[0].at):
+            waiting.sort(key=lambda one: one[0].at)
+            for job, node in waiting:
                 fleet.take(job, node)
-            for job, _ in sorted(waiting, key=lambda one: one[0].at):
+            tasks = [job for _, job in self._window if job.kind == base] + [job for job, _ in waiting]
+            self._parts[base] = self._matched(tasks, nodes)
+            for job, _ in waiting:
                 fleet.put(job, self._node(job))
 
-    def _use(self, nodes: list[Node]) -> np.ndarray:
-        """The share of the next 90 s that each node needs for what it has begun."""
-        fleet = self.fleet
-        waiting = [sum(fleet.work_s(job) for job in node.waiting) / node.gpu.speed for node in nodes]
-        return np.array([(backlog_s(fleet, node) - later) / EVERY_S for node, later in zip(nodes, waiting, strict=True)])
-
-    def _matched(self, tasks: list[Job], nodes: list[Node], use: np.ndarray) -> list[tuple[Part, Node]]:
+    def _matched(self, tasks: list[Job], nodes: list[Node]) -> list[tuple[Part, list[Node]]]:
         fleet = self.fleet
         speed = np.array([node.gpu.speed for node in nodes])
+        use = np.array([self._to_do_s(node) for node in nodes]) / EVERY_S  # of the next 90 s, by what they have begun
         loads: dict[int, dict[str, float]] = {}
         for job in tasks:
             its = loads.setdefault(self.watched.label(job), {})
             its[job.adapter] = its.get(job.adapter, 0.0) + fleet.work_s(job) / EVERY_S
-        total=sum(sum(one.values()) for one in loads.values())
-        cap=BEST_USE * float(speed.mean())
-        if EVEN: cap=min(cap, EVEN*total/len(nodes))
-        parts = [part for queue in sorted(loads) for part in split(queue, loads[queue], cap)] if loads else []
-        if not parts: return []
+        parts = [part for queue in sorted(loads) for part in split(queue, loads[queue], BEST_USE * float(speed.mean()))]
         if not self.matched:
-            found = []
-            for part in sorted(parts, key=lambda one: -one.load):
-                at = int(np.argmin(use + part.load / speed))
-                use[at] += part.load / speed[at]
-                found.append((part, nodes[at]))
-            return found
+            return spread(parts, nodes, use, speed)
         load_s = [sum(fleet.loads.mean_s(adapter) for adapter in part.adapters) for part in parts]
         delay_s = np.array([part.load * EVERY_S / speed + its for part, its in zip(parts, load_s, strict=True)])
         chosen = match(parts, [node.cached() for node in nodes], use, speed, delay_s)
-        return [(part, nodes[int(at)]) for part, at in zip(parts, chosen, strict=True)]
+        return [(part, [nodes[at] for at in its]) for part, its in zip(parts, chosen, strict=True)]
+
+
+def spread(parts: list[Part], nodes: list[Node], use: np.ndarray, speed: np.ndarray) -> list[tuple[Part, list[Node]]]:
+    """Without algorithm 1: each part, the largest first, goes to the node that is used least."""
+    found = []
+    for part in sorted(parts, key=lambda one: -one.load):
+        at = int(np.argmin(use + part.load / speed))
+        use[at] += part.load / speed[at]
+        found.append((part, [nodes[at]]))
+    return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bench.rivals import EVICTIONS
@@ -31,7 +33,6 @@ class System:
     fullest: float = 1.0
     looks_ahead: bool = False
     free: bool = False
-    base_load_s: float = 22.0
 
     def eviction(self, loads: Loads) -> Eviction:
         """The order in which a node evicts idle adapters."""
@@ -60,7 +61,7 @@ def rrod() -> System:
     return System(dispatch=RoundRobin(), memory="none")
 
 
-def lrums(cached: float = 0.5) -> System:
+def lrums(cached: float = 0.4) -> System:
     """The matching score, least recently used adapters leave."""
     return System(dispatch=Score(cached, 1.0 - cached))
 
@@ -70,22 +71,89 @@ def proactive(*, speeds: bool = False) -> System:
     return System(dispatch=Pending(speeds=speeds), placement=BurstTolerance(90.0))
 
 
-def rock(*, clusters: bool = True, matched: bool = True, limit: bool = True, **placement: bool) -> System:
+def rock(*, clusters: bool = True, matched: bool = True, bound: bool = False, limit: bool = True, **placement: bool) -> System:
     """ROCK, or without some parts."""
     watched = Watched(clusters=clusters)
     return System(
-        dispatch=Queues(watched, matched=matched),
+        dispatch=Queues(watched, matched=matched, bound=bound),
         placement=ThreeLayers(watched, **placement),
         watched=watched,
         fullest=FULL if limit else 1.0,
     )
 
 
-def motet() -> System:
-    """Motet: `shared_cost`, burst tolerance, `next-use`."""
-    return System(dispatch=Motet(), placement=BurstTolerance(), memory="next-use", looks_ahead=True)
+def blind() -> System:
+    """Round robin over all GPUs, which load the base model that a request needs."""
+    return System(dispatch=RoundRobin(blind=True), memory="none")
+
+
+def motet(*, load_weight: float = 1.0) -> System:
+    """Motet: `shared_cost`, burst tolerance, `next-use`. `load_weight`: how often a load's time counts in its dispatch."""
+    return System(dispatch=Motet(load_weight), placement=BurstTolerance(), memory="next-use", looks_ahead=True)
 
 
 def bound() -> System:
     """Every adapter everywhere: loads take no time."""
     return System(dispatch=Motet(), free=True)
+
+
+def without() -> dict[str, Callable[[], System]]:
+    """ROCK without one of its parts each."""
+    return {
+        "no patterns: one queue": partial(rock, clusters=False),
+        "no matching: the least used node": partial(rock, matched=False),
+        "no partitions": partial(rock, partitions=False),
+        "one replica each": partial(rock, formula=False),
+        "the best node, not by score^2": partial(rock, squared=False),
+        "LRU when full, not above 85%": partial(rock, limit=False),
+        "no placement": partial(_rock_with, placement=Placement),
+        "Motet's dispatch": _rock_dispatched,
+    }
+
+
+def with_parts() -> dict[str, Callable[[], System]]:
+    """Motet with one of ROCK's parts each in the place of its own."""
+    return {
+        "ROCK's queues and matching": partial(_motet_with, dispatch=Queues),
+        "ROCK's three layers": partial(_motet_with, placement=ThreeLayers),
+        "replicas and partitions, best node": partial(_motet_with, placement=partial(ThreeLayers, squared=False)),
+        "replicas, no partitions": partial(_motet_with, placement=partial(ThreeLayers, partitions=False)),
+        "one replica, partitions": partial(_motet_with, placement=partial(ThreeLayers, formula=False)),
+        "LRU above 85%": partial(_motet_with, memory="lru", fullest=FULL),
+        "LRU": partial(_motet_with, memory="lru"),
+        "no placement": partial(_motet_with, placement=_nothing),
+    }
+
+
+def _nothing(watched: Watched) -> Placement:
+    return Placement()
+
+
+def _rock_with(placement: Callable[[], Placement]) -> System:
+    one = rock()
+    one.placement = placement()
+    return one
+
+
+def _rock_dispatched() -> System:
+    one = rock()
+    one.dispatch = Motet()
+    return one
+
+
+def _motet_with(
+    *,
+    dispatch: Callable[[Watched], Dispatch] | None = None,
+    placement: Callable[[Watched], Placement] | None = None,
+    memory: str = "next-use",
+    fullest: float = 1.0,
+) -> System:
+    watched = Watched()
+    return System(
+        dispatch=dispatch(watched) if dispatch is not None else Motet(),
+        placement=placement(watched) if placement is not None else BurstTolerance(),
+        watched=watched,
+        memory=memory,
+        fullest=fullest,
+        looks_ahead=True,
+    )

@@ -81,16 +81,26 @@ def match(
     use: Floats,
     speed: Floats,
     delay_s: Floats,
-) -> NDArray[np.intp]:
-    """The node of each part. `use`: of each node before; `speed`: of each; `delay_s`: of each part on each node (parts, nodes)."""
+) -> list[list[int]]:
+    """The candidates of each part, the chosen node first.
+
+    `cached`: adapters of each node; `use`: of each node before; `speed`: of each; `delay_s`: of each part on each node (parts,
+    nodes).
+    """
     use = use.copy()
-    chosen = np.zeros(len(parts), dtype=np.intp)
+    chosen: list[list[int]] = [[] for _ in parts]
     for at in sorted(range(len(parts)), key=lambda one: -parts[one].load):
         part = parts[at]
         with_it = use + part.load / speed
         weight = weights(affinity(list(part.adapters), cached), with_it, delay_s[at])
-        best = np.argsort(-weight, kind="stable")[:CANDIDATES]
-        spread = [float(np.std(np.where(np.arange(len(use)) == node, with_it, use))) for node in best]
-        chosen[at] = node = int(best[int(np.argmin(spread))])
-        use[node] = with_it[node]
+        best = np.argsort(-weight, kind="stable")[:CANDIDATES].tolist()
+        chosen[at] = sorted(best, key=lambda node: deviation(use, node, float(with_it[node])))  # noqa: B023 - used at once
+        use[chosen[at][0]] = with_it[chosen[at][0]]
     return chosen
+
+
+def deviation(use: Floats, node: int, then: float) -> float:
+    """The standard deviation of the utilisation of all nodes if that of one becomes `then`."""
+    after = use.copy()
+    after[node] = then
+    return float(after.std())
