@@ -1,4 +1,4 @@
-"""ROCK's evaluation (section 6.1) as a simulation: 64 GPUs of four kinds, 200 adapters, a recorded or a drawn trace of pictures.
+"""ROCK's evaluation (section 6.1) as a simulation: 64 GPUs, 200 adapters, a recorded or a drawn trace.
 
 jobs         the requests, from the recorded trace or drawn
 machines     the GPUs: speeds, memory, which base model each has, what a load takes

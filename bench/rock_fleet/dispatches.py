@@ -91,7 +91,7 @@ class Score(Dispatch):
 
 
 class Pending(Dispatch):
-    """Proactive: the least pending time (dLoRA section 5.1): the requests before it, its load, its own steps; of equal ones, any.
+    """Proactive: the least pending time (dLoRA section 5.1): the requests before it, its load, its steps; of equal ones, any.
 
     dLoRA's GPUs are alike, so times are those of a mean GPU. `speeds`: of the GPU.
     """
@@ -134,7 +134,8 @@ class Motet(Dispatch):
         self._count = 0
         self._choose = policy.POLICIES.named("motet")()
         sizes = sorted({(job.mb, fleet.loads.mean_s(job.adapter)) for job in {job.adapter: job for job in fleet.jobs}.values()})
-        slope, base = np.polyfit(*np.array(sizes).T, 1) if len(sizes) > 1 else (0.0, sizes[0][1])
+        mb, load_s = (np.array(column) for column in zip(*sizes, strict=True))
+        slope, base = self.load_weight * np.polyfit(mb, load_s, 1)
         for node in fleet.nodes:
             speed = node.gpu.speed
             self.state.put_worker(
@@ -147,7 +148,7 @@ class Motet(Dispatch):
                 PerfModel(
                     prefill_base_ms=0.0, prefill_token_ms=0.0, prefill_lora_ms=0.0, decode_lora_ms=0.0,
                     decode_base_ms=1000.0 * fleet.base_s / speed, decode_row_ms=1000.0 * fleet.mean_row_s / speed,
-                    load_base_ms=1000.0 * self.load_weight * float(base), load_ms_per_mib=1000.0 * self.load_weight * float(slope),
+                    load_base_ms=1000.0 * float(base), load_ms_per_mib=1000.0 * float(slope),
                 ),
             )  # fmt: skip
             self.state.heard(f"n{node.at}", 0.0, kv_blocks_free=MANY, draining=False)

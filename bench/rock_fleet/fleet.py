@@ -1,8 +1,8 @@
 """The simulation: requests queue on GPUs, adapters load, batches run. Decisions come from a `System`.
 
 Two kinds of worker:
-- *one adapter* (as ROCK and its rivals have, on PEFT): the first waiting request's adapter is made ready while the GPU waits for
-  it, then the request runs, with waiting requests for the same adapter up to `rows`. The next batch begins when all have ended.
+- *one adapter* (as ROCK and its rivals have, on PEFT): the first waiting request's adapter is loaded while the GPU waits,
+  then the request runs, with waiting requests for the same adapter up to `rows`. The next batch begins when all have ended.
 - *mixed* (as Motet has, `policies.step.image_batch`): up to `rows` requests with any adapters run together, in the order of
   arrival among those whose adapter is there. The adapters of the next requests load beside the steps.
 

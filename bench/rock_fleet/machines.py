@@ -1,8 +1,8 @@
 """The fleet of the paper: 16 machines with 4 GPUs each, 4 machines of each kind, and what a load of an adapter takes.
 
 Each GPU keeps one base model. The paper does not say how the three models are spread: here in proportion to the work of the
-earlier requests, over all kinds of GPU. Speeds are relative to the fleet's mean time, from dense 16-bit throughput (NVIDIA's data
-sheets) at which an A40, a V100 and an RTX 3090 take 2, 2.2 and 2.5 times as long as an A100.
+earlier requests, over all kinds of GPU. Speeds are relative to the fleet's mean time. By dense 16-bit throughput (NVIDIA's data
+sheets) an A40, a V100 and an RTX 3090 take about 2, 2.2 and 2.5 times as long as an A100.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fleet(earlier: Sequence[Asked], room_mb: float) -> list[Gpu]:
 
 
 class Loads:
-    """How long a load of an adapter takes: a quantile of measured load times, which is the adapter's among all sizes, +- SPREAD.
+    """How long a load of an adapter takes: a quantile of measured load times, its own among all sizes, +- SPREAD.
 
     The measurements have no sizes; that a larger adapter takes longer is assumed. `base_s`: of a base model.
     """

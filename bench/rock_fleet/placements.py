@@ -121,7 +121,7 @@ class ThreeLayers(Placement):
             left = [node for node in nodes if self._group[node.at] == group]
             for label, size in zip(labels, layers.partition_sizes([heat[one] for one in labels], len(left)), strict=True):
                 managed = {adapter for adapter, its in pattern.items() if its == label}
-                left.sort(key=lambda node: (-len(managed & node.cached()), node.at))  # noqa: B023 - used at once
+                left.sort(key=lambda node: (-len(managed & node.cached()), node.at))
                 parts[label] += left[:size]
                 left = left[size:]
         return parts

@@ -1,9 +1,9 @@
-"""ROCK's dispatch: queues by pattern, split to what a node can do, matched with nodes every 90 s (`bench.rivals.rock.matching`).
+"""ROCK's dispatch: queues by pattern, split to what a node can do, matched with nodes every 90 s (`rivals.rock.matching`).
 
 A queue's load is estimated from the requests of the last 90 s and from those that wait; a matching moves waiting requests along
 with their queue. In between a request goes to the part of its pattern's queue that has its adapter, or else to the one that has
-the least to do. Algorithm 1 binds a queue to one node for 90 s, yet its output is a "task-to-GPU mapping", and replicas would be
-of no use: so two readings are built, `bound` to the letter, and one in which each request goes to the best of the candidates.
+the least to do. By the letter of algorithm 1 a queue is bound to one node for 90 s. But its output is a "task-to-GPU mapping",
+and replicas would be of no use. So two readings are built: `bound`, and one in which each request goes to the best candidate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 class Queues(Dispatch):
     """`matched`: by algorithm 1; else each part goes to the node that has the least to do. `bound`: all of a part's requests go
-    to its node; else each one goes to that candidate of its part, or node of its pattern with its adapter, that has least to do.
+    to its node; else each one goes to the candidate of its part that has the least to do, or to a node of its pattern that has
+    its adapter and less to do.
     """
 
     def __init__(self, watched: Watched, *, matched: bool = True, bound: bool = False) -> None:

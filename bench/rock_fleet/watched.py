@@ -31,6 +31,7 @@ class Watched:
         self.made = 0
         self._last: deque[Job] = deque(maxlen=LAST)
         self._patterns: Patterns | None = None
+        self._mean_s = 1.0  # the mean time alone when the patterns were made
         self._labels: dict[tuple[int, float, int, float], int] = {}
         self._rng = np.random.default_rng(3)
         if self.clusters:

@@ -1,12 +1,14 @@
 """ROCK's three layers: groups of nodes, partitions of a group, replicas of an adapter and the nodes that get them.
 
 Left open by the paper, and the resolution here:
-- A "GPU node" is one GPU: the bipartite graph has GPUs for nodes, and 16 machines of four kinds have no six alike. Features are
-  scaled to 0 .. 1, since eps has no unit. What DBSCAN calls noise is a group of its own; groups of fewer than six have no other.
+- A "GPU node" is one GPU: the bipartite graph has GPUs for nodes, and among 16 machines of four kinds no six are alike.
+- Features are scaled to 0 .. 1, since eps has no unit. What DBSCAN calls noise, such as a node with fewer than five like
+  it, is a group of its own.
 - A partition manages the adapters of one pattern of tasks (both count to M). `floor(share * nodes) + 1` adds up to more nodes
-  than there are: the largest remainders get what is left, and each partition with heat at least one node while there are enough.
-- The frequency in formula 5 has no unit: requests within the window of 45 s. It may give 0 replicas: an adapter with requests in
-  the window has one.
+  than there are. Here each partition with heat has one node, while there are enough, and the others go by heat, those that are
+  left over to the largest remainders.
+- The frequency in formula 5 has no unit: requests within the window of 45 s. It may give 0 replicas: an adapter with requests
+  in the window has one.
 - The score "considers bandwidth, memory utilisation, and network distance": their mean, each from 0 to 1.
 """
 

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.rivals.rock.mixture import Floats
 
@@ -94,7 +93,7 @@ def match(
         with_it = use + part.load / speed
         weight = weights(affinity(list(part.adapters), cached), with_it, delay_s[at])
         best = np.argsort(-weight, kind="stable")[:CANDIDATES].tolist()
-        chosen[at] = sorted(best, key=lambda node: deviation(use, node, float(with_it[node])))  # noqa: B023 - used at once
+        chosen[at] = sorted(best, key=lambda node: deviation(use, node, float(with_it[node])))
         use[chosen[at][0]] = with_it[chosen[at][0]]
     return chosen
 
