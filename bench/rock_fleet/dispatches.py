@@ -133,9 +133,7 @@ class Motet(Dispatch):
         self._steps = 0.0
         self._count = 0
         self._choose = policy.POLICIES.named("motet")()
-        sizes = sorted({(job.mb, fleet.loads.mean_s(job.adapter)) for job in {job.adapter: job for job in fleet.jobs}.values()})
-        mb, load_s = (np.array(column) for column in zip(*sizes, strict=True))
-        slope, base = self.load_weight * np.polyfit(mb, load_s, 1)
+        slope, base = (self.load_weight * one for one in fleet.loads.line())
         for node in fleet.nodes:
             speed = node.gpu.speed
             self.state.put_worker(

@@ -99,6 +99,14 @@ class Loads:
         """The expected time of a load."""
         return self._means[adapter]
 
+    def line(self) -> tuple[float, float]:
+        """The straight line through the mean times: seconds per MB, and the rest; as a worker's profile has it."""
+        if len(self._means) < 2:
+            return 0.0, next(iter(self._means.values()))
+        mb = [adapter_size(one)[1] for one in self._means]
+        slope, base = np.polyfit(mb, list(self._means.values()), 1)
+        return float(slope), float(base)
+
     def _share(self, adapter: str) -> float:
         return (bisect_left(self._sizes, adapter_size(adapter)[1]) + 0.5) / len(self._sizes)
 
