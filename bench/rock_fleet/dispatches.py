@@ -112,9 +112,13 @@ class Pending(Dispatch):
 
 def backlog_s(fleet: Fleet, node: Node) -> float:
     """The time of the steps that the node's requests still have to do, one request at a time."""
-    share = (fleet.now_s - node.since_s) / fleet.step_s(node) if node.running else 0.0
-    left = sum(max(0.0, steps - share) / job.steps * fleet.work_s(job) for job, steps in node.running.items())
-    return (left + sum(fleet.work_s(job) for job in (*node.held_up, *node.waiting))) / node.gpu.speed
+    left = 0.0
+    if node.running:
+        done = (fleet.now_s - node.since_s) / fleet.step_s(node)
+        left = sum(max(0.0, steps - done) / job.steps * fleet.work_s(job) for job, steps in node.running.items())
+    if node.held_up or node.waiting:
+        left += sum(map(fleet.work_s, node.held_up)) + sum(map(fleet.work_s, node.waiting))
+    return left / node.gpu.speed
 
 
 MANY = 1 << 30

@@ -25,29 +25,31 @@ if TYPE_CHECKING:
 class Queues(Dispatch):
     """`matched`: by algorithm 1; else each part goes to the node that has the least to do. `bound`: all of a part's requests go
     to its node; else each one goes to the candidate of its part that has the least to do, or to a node of its pattern that has
-    its adapter and less to do.
+    its adapter and less to do. `every_s`: between two matchings; loads are of this time, too.
     """
 
-    def __init__(self, watched: Watched, *, matched: bool = True, bound: bool = False) -> None:
-        self.watched, self.matched, self.bound = watched, matched, bound
+    def __init__(self, watched: Watched, *, matched: bool = True, bound: bool = False, every_s: float = EVERY_S) -> None:
+        self.watched, self.matched, self.bound, self.every_s = watched, matched, bound, every_s
 
     def begin(self, fleet: Fleet) -> None:
         super().begin(fleet)
         self._window: deque[tuple[float, Job]] = deque()
         self._parts: list[list[tuple[Part, list[Node]]]] = [[] for _ in KINDS]  # of each base model, with their candidates
-        fleet.every(EVERY_S, self._match)
+        fleet.every(self.every_s, self._match)
 
     def choose(self, job: Job) -> Node:
         self._window.append((self.fleet.now_s, job))
         return self._node(job)
 
     def _node(self, job: Job) -> Node:
-        mine = [one for one in self._parts[job.kind] if one[0].queue == self.watched.label(job)] or self._parts[job.kind]
+        label = self.watched.label(job)
+        mine = [one for one in self._parts[job.kind] if one[0].queue == label] or self._parts[job.kind]
         if not mine:
             return min(self.of_base[job.kind], key=self._to_do_s)
         its = [one for one in mine if job.adapter in one[0].adapters or (not self.bound and job.adapter in one[1][0].slots)]
         choices = [(part, node) for part, nodes in its or mine for node in (nodes[:1] if self.bound else nodes)]
-        part, node = min(choices, key=lambda one: self._to_do_s(one[1]))
+        to_do_s = {node: self._to_do_s(node) for _, node in choices}
+        part, node = min(choices, key=lambda one: to_do_s[one[1]])
         part.adapters.setdefault(job.adapter, 0.0)
         return node
 
@@ -56,7 +58,7 @@ class Queues(Dispatch):
 
     def _match(self) -> None:
         fleet = self.fleet
-        while self._window and self._window[0][0] <= fleet.now_s - EVERY_S:
+        while self._window and self._window[0][0] <= fleet.now_s - self.every_s:
             self._window.popleft()
         for base, nodes in enumerate(self.of_base):
             waiting = [(job, node) for node in nodes for job in node.waiting if job not in node.holding]
@@ -71,16 +73,16 @@ class Queues(Dispatch):
     def _matched(self, tasks: list[Job], nodes: list[Node]) -> list[tuple[Part, list[Node]]]:
         fleet = self.fleet
         speed = np.array([node.gpu.speed for node in nodes])
-        use = np.array([self._to_do_s(node) for node in nodes]) / EVERY_S  # of the next 90 s, by what they have begun
+        use = np.array([self._to_do_s(node) for node in nodes]) / self.every_s  # of the next 90 s, by what they have begun
         loads: dict[int, dict[str, float]] = {}
         for job in tasks:
             its = loads.setdefault(self.watched.label(job), {})
-            its[job.adapter] = its.get(job.adapter, 0.0) + fleet.work_s(job) / EVERY_S
+            its[job.adapter] = its.get(job.adapter, 0.0) + fleet.work_s(job) / self.every_s
         parts = [part for queue in sorted(loads) for part in split(queue, loads[queue], BEST_USE * float(speed.mean()))]
         if not self.matched:
             return spread(parts, nodes, use, speed)
         load_s = [sum(fleet.loads.mean_s(adapter) for adapter in part.adapters) for part in parts]
-        delay_s = np.array([part.load * EVERY_S / speed + its for part, its in zip(parts, load_s, strict=True)])
+        delay_s = np.array([part.load * self.every_s / speed + its for part, its in zip(parts, load_s, strict=True)])
         chosen = match(parts, [node.cached() for node in nodes], use, speed, delay_s)
         return [(part, [nodes[at] for at in its]) for part, its in zip(parts, chosen, strict=True)]
 

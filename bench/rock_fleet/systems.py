@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.rivals import EVICTIONS
 from bench.rivals.rock.layers import FULL
+from bench.rivals.rock.matching import EVERY_S
 from bench.rock_fleet.dispatches import Dispatch, Motet, Pending, RoundRobin, Score
 from bench.rock_fleet.jobs import Job
 from bench.rock_fleet.machines import Loads
@@ -71,11 +72,19 @@ def proactive(*, speeds: bool = False) -> System:
     return System(dispatch=Pending(speeds=speeds), placement=BurstTolerance(90.0))
 
 
-def rock(*, clusters: bool = True, matched: bool = True, bound: bool = False, limit: bool = True, **placement: bool) -> System:
+def rock(
+    *,
+    clusters: bool = True,
+    matched: bool = True,
+    bound: bool = False,
+    every_s: float = EVERY_S,
+    limit: bool = True,
+    **placement: Any,
+) -> System:
     """ROCK, or without some parts."""
     watched = Watched(clusters=clusters)
     return System(
-        dispatch=Queues(watched, matched=matched, bound=bound),
+        dispatch=Queues(watched, matched=matched, bound=bound, every_s=every_s),
         placement=ThreeLayers(watched, **placement),
         watched=watched,
         fullest=FULL if limit else 1.0,
@@ -106,6 +115,7 @@ def without() -> dict[str, Callable[[], System]]:
         "one replica each": partial(rock, formula=False),
         "the best node, not by score^2": partial(rock, squared=False),
         "LRU when full, not above 85%": partial(rock, limit=False),
+        "replicas by requests per second": partial(rock, uses_in_s=1.0),
         "no placement": partial(_rock_with, placement=Placement),
         "Motet's dispatch": _rock_dispatched,
     }

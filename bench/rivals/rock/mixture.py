@@ -30,14 +30,11 @@ class Mixture:
 
     def log_densities(self, rows: Floats) -> Floats:
         """log(share * density) of each row in each component: (N, M)."""
-        dims = rows.shape[1]
-        out = np.empty((len(rows), len(self.shares)))
-        for at, (share, mean, covariance) in enumerate(zip(self.shares, self.means, self.covariances, strict=True)):
-            root = np.linalg.cholesky(covariance)
-            apart = np.linalg.solve(root, (rows - mean).T)
-            log_det = 2.0 * np.log(np.diag(root)).sum()
-            out[:, at] = np.log(share) - 0.5 * (dims * np.log(2.0 * np.pi) + log_det + (apart**2).sum(axis=0))
-        return out
+        roots = np.linalg.cholesky(self.covariances)
+        apart = (rows - self.means[:, None]) @ np.linalg.inv(roots).transpose(0, 2, 1)  # (M, N, D)
+        log_det = 2.0 * np.log(np.diagonal(roots, axis1=1, axis2=2)).sum(axis=1)
+        constant = np.log(self.shares) - 0.5 * (rows.shape[1] * np.log(2.0 * np.pi) + log_det)
+        return constant - 0.5 * (apart**2).sum(axis=2).T
 
     def log_likelihood(self, rows: Floats) -> float:
         """Of all rows together."""
@@ -82,10 +79,9 @@ def _maximised(rows: Floats, belongs: Floats, ridge: float) -> Mixture:
     """The likeliest mixture, given how much each row belongs to each component (N, M)."""
     weight = belongs.sum(axis=0) + 10.0 * np.finfo(float).eps
     means = belongs.T @ rows / weight[:, None]
-    covariances = np.empty((len(weight), rows.shape[1], rows.shape[1]))
-    for at, mean in enumerate(means):
-        apart = rows - mean
-        covariances[at] = (belongs[:, at, None] * apart).T @ apart / weight[at] + ridge * np.eye(rows.shape[1])
+    apart = rows - means[:, None]  # (M, N, D)
+    covariances = (belongs.T[:, :, None] * apart).transpose(0, 2, 1) @ apart / weight[:, None, None]
+    covariances += ridge * np.eye(rows.shape[1])
     return Mixture(weight / weight.sum(), means, covariances)
 
 

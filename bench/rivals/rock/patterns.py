@@ -49,17 +49,17 @@ class Patterns:
     def shifted(self, vectors: Floats, rng: np.random.Generator) -> bool:
         """Whether these tasks' shares of the patterns differ from the reference by more than chance explains."""
         now = np.bincount(self.labels(vectors), minlength=len(self.reference))
-        return divergence(now, self.reference) > threshold(self.reference, len(vectors), rng)
+        return float(divergence(now, self.reference)) > threshold(self.reference, len(vectors), rng)
 
 
-def divergence(counts: NDArray, reference: NDArray) -> float:
-    """Kullback-Leibler divergence of shares from those of a reference, half a task added to each component of both."""
+def divergence(counts: NDArray, reference: NDArray) -> Floats:
+    """Kullback-Leibler divergence of shares (..., M) from a reference (M,); half a task is added to each component of both."""
     p, q = (np.asarray(one, float) + 0.5 for one in (counts, reference))
-    p, q = p / p.sum(), q / q.sum()
-    return float((p * np.log(p / q)).sum())
+    p, q = p / p.sum(axis=-1, keepdims=True), q / q.sum()
+    return np.asarray((p * np.log(p / q)).sum(axis=-1))
 
 
 def threshold(reference: NDArray, tasks: int, rng: np.random.Generator) -> float:
     """The divergence that `LEVEL` of the samples of so many tasks from the reference stay below."""
     samples = rng.multinomial(tasks, reference / reference.sum(), size=SAMPLES)
-    return float(np.quantile([divergence(one, reference) for one in samples], LEVEL))
+    return float(np.quantile(divergence(samples, reference), LEVEL))
