@@ -9,8 +9,8 @@
                when a worker that starts now is ready and its first requests are due
     starting   counts as if it were ready. One that is not ready after OVERDUE leads does not; it is reported, and replaced by
                one other, since what stops one worker from starting often stops the next
-    down       when fewer were enough at every look of the last `down_s`, with SPARE, one at a time, and none while another starts
-               or leaves
+    down       when fewer were enough, with SPARE, at every look of the last `down_s`, one at a time, and none while another
+               starts or leaves
     impossible an objective that an idle worker misses: more workers do not help, so the count does not rise
     zero       after `idle_s` without a request, with nothing queued or parked; 1 at once when woken
 
