@@ -36,7 +36,7 @@ from motet.shared.clock import now_s
 
 MOST, CROWD, SEATS = 3, 24, 8
 ASKS, TOKENS = 48, 120
-WAKES, WAKES_QUICK = 4, 1
+WAKES, WAKES_QUICK = 3, 1
 STEP_S = 150.0
 """For a step that takes longer the bench ends with an error."""
 COLUMNS = (
@@ -240,27 +240,33 @@ async def nothing() -> None:
     """No scheduler is killed."""
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Both rounds; prints the table, returns the figures."""
-    wakes, found = WAKES_QUICK if args.quick else WAKES, dict[str, dict[str, Any]]()
+async def round_of(right: dict[int, str], wakes: int, *, kills: bool, quick: bool) -> dict[str, Any]:
+    """A round on a mesh of its own. Fills `right`, the answers of a quiet run, where it is empty."""
     with tempfile.TemporaryDirectory() as directory:
         mesh = Mesh(Path(directory))
         following: asyncio.Task[None] | None = None
         try:
             await mesh.stack.start()
             following = asyncio.create_task(followed(mesh.stack, mesh.said.append))
-            async with Client(mesh.stack.urls[0]) as client:
-                right = {number: (await ask(client, number)).text for number in range(8 if args.quick else ASKS)}
-            found["as it is"] = (await whole_round(mesh, nothing, wakes, quick=args.quick)).figures(right)
-            if not args.quick:
-                print(f"  without faults: {found['as it is']}", flush=True)
-                found["planner killed"] = (await whole_round(mesh, mesh.kill_planner, 2, quick=False)).figures(right)
+            if not right:
+                async with Client(mesh.stack.urls[0]) as client:
+                    right |= {number: (await ask(client, number)).text for number in range(8 if quick else ASKS)}
+            tally = await whole_round(mesh, mesh.kill_planner if kills else nothing, wakes, quick=quick)
         finally:
             if following is not None:
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
             await mesh.stack.stop()
-    print("\n".join(mesh.said))
+    print("; ".join(mesh.said), flush=True)
+    return tally.figures(right)
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Both rounds; prints the table, returns the figures."""
+    right: dict[int, str] = {}
+    found = {"as it is": await round_of(right, WAKES_QUICK if args.quick else WAKES, kills=False, quick=args.quick)}
+    if not args.quick:
+        found["planner killed"] = await round_of(right, 2, kills=True, quick=False)
     rows = [[name, *one.values()][: len(COLUMNS)] for name, one in found.items()]
     print(report.table("Workers follow the load", COLUMNS, rows))
     return {

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import msgspec
 
-from motet.policies.scale.need import Asked, Objective, Packed, kind_of
+from motet.policies.scale.need import Asked, Packed, Worker
 from motet.policies.scale.rate_forecast import Ahead, RateForecast, Rates
 from motet.policies.scale.sizing import Look, Sizer, SizingConfig
-from motet.shared.model import PerfModel, WorkerLimits
 from motet.shared.wire.scale import Decision
 
 LOOK_S = 15.0
@@ -27,7 +26,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     counted: tuple[float, float]  # requests and tokens that were ever asked for
     asked: Asked
-    worker: tuple[WorkerLimits, PerfModel] | None  # the one that sizes are made for (`need.typical`); None without any
+    worker: Worker | None  # the one that sizes are made for (`need.typical`); None without any
     ready: dict[str, float]  # worker: bytes that other workers must load when it leaves
     starting: dict[str, float] = {}  # worker: since
     leaving: list[str] = []
@@ -43,20 +42,20 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 class BaseSizer:
     """The size of one base model. What it sees comes in order of time, `LOOK_S` apart or a little more."""
 
-    def __init__(self, config: SizingConfig, objective: Objective) -> None:
+    def __init__(self, config: SizingConfig, packed: Packed) -> None:
         self._forecast = RateForecast(period_s=LOOK_S)
-        self._packed = Packed(objective)
-        self._sizer = Sizer(config, self._packed)
+        self._packed = packed
+        self._sizer = Sizer(config, packed)
         self._asked_s: float | None = None  # of the last request; before one, of the first look
         self._counted = 0.0, 0.0
 
     def look(self, seen: Seen) -> tuple[Ahead, Decision | None]:
         """The forecast, and the decision: None where another scheduler decides."""
+        asked = seen.asked
+        self._packed.know(asked, seen.worker, seen.now_s)
         ahead = self._ahead(seen)
         if not seen.decides:
             return ahead, None
-        asked = seen.asked
-        self._packed.know(asked, kind_of(*seen.worker) if seen.worker else None, seen.now_s)
         look = Look(
             now_s=seen.now_s,
             demand=ahead.upper,
@@ -79,4 +78,7 @@ class BaseSizer:
         self._counted = seen.counted
         if arrived.requests_s or seen.parked or self._asked_s is None:
             self._asked_s = seen.now_s
-        return self._forecast.look(seen.now_s, arrived, lead_s=seen.lead_s)
+        ahead = self._forecast.look(seen.now_s, arrived, lead_s=seen.lead_s)
+        if seen.ready:
+            self._forecast.missed(self._packed(ahead.now).workers > len(seen.ready))
+        return ahead

@@ -122,7 +122,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     scale_down_s: Annotated[
         float,
         Meta(ge=0, description="with --scale: seconds for which fewer workers must have been enough", extra=EXPERT),
-    ] = 300.0
+    ] = 600.0
     scale_idle_s: Annotated[
         float,
         Meta(gt=0, description="with --scale-min 0: seconds without a request after which no worker is needed", extra=EXPERT),

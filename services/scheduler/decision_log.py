@@ -19,7 +19,7 @@ from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.dispatch import Decision
 from motet.policies.cluster.scheduler_core import SchedulerCore
 from motet.policies.scale.base_sizer import BaseSizer, Seen
-from motet.policies.scale.need import Objective
+from motet.policies.scale.need import Objective, Packed
 from motet.policies.scale.sizing import SizingConfig
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import ClusterEvent
@@ -121,7 +121,8 @@ def replay_sizing(path: Path) -> Iterator[tuple[Looked, SizeDecision | None]]:
     sizers: dict[str, BaseSizer] = {}
     for record in logged:
         if isinstance(record, Looked) and setup.sizing is not None:
-            sizer = sizers.setdefault(record.base_model, BaseSizer(*setup.sizing))
+            config, objective = setup.sizing
+            sizer = sizers.setdefault(record.base_model, BaseSizer(config, Packed(objective)))
             yield record, sizer.look(record.seen)[1]
 
 

@@ -19,7 +19,7 @@ from motet.policies.cluster.lost_workers import HOPED_FOR, LostWorkers
 from motet.policies.cluster.worker_book import Known
 from motet.policies.scale.base_sizer import LOOK_S, BaseSizer, Seen
 from motet.policies.scale.fleet_demand import BaseRates, FleetDemand
-from motet.policies.scale.need import Asked, Objective, typical
+from motet.policies.scale.need import Asked, Objective, Packed, typical
 from motet.policies.scale.sizing import SizingConfig
 from motet.policies.scale.starts import Starts
 from motet.services.scheduler import metrics
@@ -115,7 +115,8 @@ class FleetSizer:
 
     def _base(self, name: str) -> _Base:
         if name not in self._bases:
-            self._bases[name] = _Base(BaseSizer(*self._sizing), LostWorkers(name))
+            config, objective = self._sizing
+            self._bases[name] = _Base(BaseSizer(config, Packed(objective)), LostWorkers(name))
         return self._bases[name]
 
     async def run(self) -> None:

@@ -1,0 +1,8 @@
+"""ROCK's evaluation (section 6.1) as a simulation: 64 GPUs, 200 adapters, a recorded or a drawn trace.
+
+jobs         the requests, from the recorded trace or drawn
+machines     the GPUs: speeds, memory, which base model each has, what a load takes
+fleet        the events: requests queue, adapters load, batches run
+dispatches   which node gets a request            placements   which adapters are loaded ahead of requests
+systems      the compositions that are compared
+"""
