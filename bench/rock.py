@@ -20,9 +20,8 @@ from typing import Any
 
 from bench import report
 from bench.rock_fleet import jobs, machines, systems
-from bench.rock_fleet.fleet import Worker
+from bench.rock_fleet.fleet import System, Worker
 from bench.rock_fleet.measure import Outcome, Setting, measure
-from bench.rock_fleet.systems import System
 
 LOAD, ROOM_MB = 0.35, 200.0
 """Found with `--fit`. The room is the least that holds the largest adapter."""

@@ -2,7 +2,8 @@
 
 jobs         the requests, from the recorded trace or drawn
 machines     the GPUs: speeds, memory, which base model each has, what a load takes
-fleet        the events: requests queue, adapters load, batches run
-dispatches   which node gets a request            placements   which adapters are loaded ahead of requests
-systems      the compositions that are compared
+fleet        the events: requests queue, adapters load, batches run; what a system consists of
+dispatches   which node gets a request: ROCK's rivals and Motet          queues       and ROCK, by the patterns in `watched`
+    placements   which adapters are loaded ahead of requests
+systems      the compositions that are compared                          measure      one run and its figures
 """
