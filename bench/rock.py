@@ -142,12 +142,13 @@ def _table(title: str, make: Mapping[str, Callable[[], System]], setting: Settin
     return found
 
 
-def _row(one: Outcome) -> dict[str, float]:
+def _row(one: Outcome) -> dict[str, Any]:
     return {
         "mean_s": round(one.mean_s, 2),
         "p99_s": round(one.p99_s, 1),
         "hit_rate": round(one.hit_rate, 3),
         "updates": round(one.updates, 1),
+        "by_task_s": [round(mean_s, 1) for mean_s in one.per_kind_s],
     }
 
 

@@ -53,7 +53,6 @@ class Node:
     held_up: list[Job] = field(default_factory=list)  # the batch of a one-adapter worker that waits for its adapter
     loads: dict[str, int] = field(default_factory=dict)  # so far, by adapter
     since_s: float = 0.0
-    busy_s: float = 0.0
     version: int = 0
 
     @property
@@ -155,7 +154,6 @@ class Fleet:
             steps = (self.now_s - node.since_s) / self.step_s(node)
             for job in node.running:
                 node.running[job] -= steps
-            node.busy_s += self.now_s - node.since_s
         node.since_s = self.now_s
 
     def _go_on(self, node: Node) -> None:
