@@ -6,52 +6,15 @@ least pending time, with the load, as in dLoRA, from which it is adapted).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from bench.rock_fleet.fleet import Dispatch, Fleet, Node
 from bench.rock_fleet.jobs import Job
 from motet.policies.cluster import dispatch as policy
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.worker_table import hash_of
 from motet.shared.model import PerfModel, PictureBrief, RequestBrief, WorkerLimits
-
-if TYPE_CHECKING:
-    from bench.rock_fleet.fleet import Fleet, Node
-
-
-class Dispatch:
-    """Chooses nodes. What happens on them is told to it."""
-
-    fleet: Fleet
-
-    def begin(self, fleet: Fleet) -> None:
-        """A run begins."""
-        self.fleet = fleet
-        self.of_base = [[node for node in fleet.nodes if node.gpu.base == base] for base in range(3)]
-
-    def choose(self, job: Job) -> Node:
-        """The node of a request."""
-        raise NotImplementedError
-
-    def queued(self, job: Job, node: Node) -> None:
-        """The request waits on the node."""
-
-    def left(self, job: Job, node: Node) -> None:
-        """The waiting request was taken away."""
-
-    def began(self, job: Job, node: Node) -> None:
-        """The request runs."""
-
-    def ended(self, job: Job, node: Node) -> None:
-        """The request has ended."""
-
-    def came(self, adapter: str, node: Node) -> None:
-        """The adapter is on the node, or on its way."""
-
-    def gone(self, adapter: str, node: Node) -> None:
-        """The adapter has left the node."""
 
 
 class RoundRobin(Dispatch):

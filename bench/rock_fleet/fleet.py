@@ -16,16 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from bench.rivals import EVICTIONS
 from bench.rock_fleet.jobs import Job
 from bench.rock_fleet.machines import Gpu, Loads
 from motet.policies.memory.adapter_slots import AdapterSlots, Grant
-
-if TYPE_CHECKING:
-    from bench.rock_fleet.systems import System
+from motet.policies.memory.eviction import Eviction
 
 AHEAD = 2
 """A mixed worker loads the adapters of the next requests, up to so many batches, as `image_batch` does."""
@@ -54,7 +53,6 @@ class Node:
     held_up: list[Job] = field(default_factory=list)  # the batch of a one-adapter worker that waits for its adapter
     loads: dict[str, int] = field(default_factory=dict)  # so far, by adapter
     since_s: float = 0.0
-    busy_s: float = 0.0
     version: int = 0
 
     @property
@@ -156,7 +154,6 @@ class Fleet:
             steps = (self.now_s - node.since_s) / self.step_s(node)
             for job in node.running:
                 node.running[job] -= steps
-            node.busy_s += self.now_s - node.since_s
         node.since_s = self.now_s
 
     def _go_on(self, node: Node) -> None:
@@ -290,3 +287,88 @@ class Fleet:
                 gone.append(adapter)
         for adapter in gone:
             self.system.dispatch.gone(adapter, node)
+
+
+class Dispatch:
+    """Chooses nodes. What happens on them is told to it."""
+
+    fleet: Fleet
+
+    def begin(self, fleet: Fleet) -> None:
+        """A run begins."""
+        self.fleet = fleet
+        self.of_base = [[node for node in fleet.nodes if node.gpu.base == base] for base in range(3)]
+
+    def choose(self, job: Job) -> Node:
+        """The node of a request."""
+        raise NotImplementedError
+
+    def queued(self, job: Job, node: Node) -> None:
+        """The request waits on the node."""
+
+    def left(self, job: Job, node: Node) -> None:
+        """The waiting request was taken away."""
+
+    def began(self, job: Job, node: Node) -> None:
+        """The request runs."""
+
+    def ended(self, job: Job, node: Node) -> None:
+        """The request has ended."""
+
+    def came(self, adapter: str, node: Node) -> None:
+        """The adapter is on the node, or on its way."""
+
+    def gone(self, adapter: str, node: Node) -> None:
+        """The adapter has left the node."""
+
+
+class Follower:
+    """Is told of requests as they come."""
+
+    fleet: Fleet
+
+    def begin(self, fleet: Fleet) -> None:
+        """A run begins."""
+        self.fleet = fleet
+
+    def arrived(self, job: Job) -> None:
+        """A request came."""
+
+
+class Placement(Follower):
+    """Loads adapters ahead of requests; this one none."""
+
+
+@dataclass(kw_only=True)
+class System:
+    """One system. `watched`: the patterns of requests, where it uses them. `fullest`: share of the adapter memory above which
+    idle adapters leave. `looks_ahead`: adapters that waiting requests need leave last. `free`: loads take no time."""
+
+    dispatch: Dispatch
+    placement: Placement = field(default_factory=Placement)
+    watched: Follower | None = None
+    memory: str = "lru"
+    fullest: float = 1.0
+    looks_ahead: bool = False
+    free: bool = False
+
+    def eviction(self, loads: Loads) -> Eviction:
+        """The order in which a node evicts idle adapters."""
+        return EVICTIONS.named(self.memory)(lambda adapter, size_bytes: loads.mean_s(adapter))
+
+    def load_s(self, loads: Loads, adapter: str, node: int, nth: int) -> float:
+        """The time of a load."""
+        return 0.0 if self.free else loads.seconds(adapter, node, nth)
+
+    def begin(self, fleet: Fleet) -> None:
+        """A run begins."""
+        if self.watched is not None:
+            self.watched.begin(fleet)
+        self.dispatch.begin(fleet)
+        self.placement.begin(fleet)
+
+    def arrived(self, job: Job) -> None:
+        """A request came."""
+        if self.watched is not None:
+            self.watched.arrived(job)
+        self.placement.arrived(job)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.rock_fleet.fleet import Fleet, Worker
+from bench.rock_fleet.fleet import Fleet, System, Worker
 from bench.rock_fleet.jobs import Asked, arrange
 from bench.rock_fleet.machines import Loads, fleet
-from bench.rock_fleet.systems import System
 
 WARM = 0.1
 """The first requests' share that is not counted."""

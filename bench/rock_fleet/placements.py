@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench.rivals.rock import layers
+from bench.rock_fleet.fleet import Fleet, Node, Placement
 from bench.rock_fleet.jobs import KINDS, Job, adapter_size
 from bench.rock_fleet.machines import GPU_KINDS
 from bench.rock_fleet.watched import Watched
 from motet.policies.cluster.placement import LEAST, Room, preload
 from motet.policies.times.load_forecast import Forecast
-
-if TYPE_CHECKING:
-    from bench.rock_fleet.fleet import Fleet, Node
-
-
-class Placement:
-    """Loads nothing ahead."""
-
-    fleet: Fleet
-
-    def begin(self, fleet: Fleet) -> None:
-        """A run begins."""
-        self.fleet = fleet
-
-    def arrived(self, job: Job) -> None:
-        """A request came."""
 
 
 class BurstTolerance(Placement):

@@ -9,17 +9,14 @@ and replicas would be of no use. So two readings are built: `bound`, and one in 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench.rivals.rock.matching import BEST_USE, EVERY_S, Part, match, split
-from bench.rock_fleet.dispatches import Dispatch, backlog_s
+from bench.rock_fleet.dispatches import backlog_s
+from bench.rock_fleet.fleet import Dispatch, Fleet, Node
 from bench.rock_fleet.jobs import KINDS, Job
 from bench.rock_fleet.watched import Watched
-
-if TYPE_CHECKING:
-    from bench.rock_fleet.fleet import Fleet, Node
 
 
 class Queues(Dispatch):

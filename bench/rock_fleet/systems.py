@@ -3,58 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.rivals import EVICTIONS
 from bench.rivals.rock.layers import FULL
 from bench.rivals.rock.matching import EVERY_S
-from bench.rock_fleet.dispatches import Dispatch, Motet, Pending, RoundRobin, Score
-from bench.rock_fleet.jobs import Job
-from bench.rock_fleet.machines import Loads
-from bench.rock_fleet.placements import BurstTolerance, Placement, ThreeLayers
+from bench.rock_fleet.dispatches import Motet, Pending, RoundRobin, Score
+from bench.rock_fleet.fleet import Dispatch, Placement, System
+from bench.rock_fleet.placements import BurstTolerance, ThreeLayers
 from bench.rock_fleet.queues import Queues
 from bench.rock_fleet.watched import Watched
-from motet.policies.memory.eviction import Eviction
-
-if TYPE_CHECKING:
-    from bench.rock_fleet.fleet import Fleet
-
-
-@dataclass(kw_only=True)
-class System:
-    """One system. `watched`: the patterns of requests, where it uses them. `fullest`: share of the adapter memory above which
-    idle adapters leave. `looks_ahead`: adapters that waiting requests need leave last. `free`: loads take no time."""
-
-    dispatch: Dispatch
-    placement: Placement = field(default_factory=Placement)
-    watched: Watched | None = None
-    memory: str = "lru"
-    fullest: float = 1.0
-    looks_ahead: bool = False
-    free: bool = False
-
-    def eviction(self, loads: Loads) -> Eviction:
-        """The order in which a node evicts idle adapters."""
-        return EVICTIONS.named(self.memory)(lambda adapter, size_bytes: loads.mean_s(adapter))
-
-    def load_s(self, loads: Loads, adapter: str, node: int, nth: int) -> float:
-        """The time of a load."""
-        return 0.0 if self.free else loads.seconds(adapter, node, nth)
-
-    def begin(self, fleet: Fleet) -> None:
-        """A run begins."""
-        if self.watched is not None:
-            self.watched.begin(fleet)
-        self.dispatch.begin(fleet)
-        self.placement.begin(fleet)
-
-    def arrived(self, job: Job) -> None:
-        """A request came."""
-        if self.watched is not None:
-            self.watched.arrived(job)
-        self.placement.arrived(job)
 
 
 def rrod() -> System:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench.rivals.rock.matching import EVERY_S
 from bench.rivals.rock.patterns import Patterns, features
+from bench.rock_fleet.fleet import Fleet, Follower
 from bench.rock_fleet.jobs import TOLERATES, Job
-
-if TYPE_CHECKING:
-    from bench.rock_fleet.fleet import Fleet
 
 LAST = 512
 """Requests that patterns are made of."""
@@ -20,14 +17,14 @@ LEAST = 64
 """Without so many requests there is one pattern."""
 
 
-class Watched:
+class Watched(Follower):
     """Every 90 s it looks whether the last requests' patterns have shifted. `clusters`: else there is one pattern."""
 
     def __init__(self, *, clusters: bool = True) -> None:
         self.clusters = clusters
 
     def begin(self, fleet: Fleet) -> None:
-        """A run begins."""
+        super().begin(fleet)
         self.made = 0
         self._last: deque[Job] = deque(maxlen=LAST)
         self._patterns: Patterns | None = None
@@ -38,7 +35,6 @@ class Watched:
             fleet.every(EVERY_S, self._look)
 
     def arrived(self, job: Job) -> None:
-        """A request came."""
         self._last.append(job)
 
     def label(self, job: Job) -> int:

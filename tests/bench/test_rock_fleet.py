@@ -7,15 +7,15 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bench import rock
 from bench.rock_fleet import jobs, machines, systems
-from bench.rock_fleet.dispatches import Dispatch
-from bench.rock_fleet.fleet import Fleet, Node, Worker
+from bench.rock_fleet.fleet import Dispatch, Fleet, Node, System, Worker
 from bench.rock_fleet.jobs import Job
 from bench.rock_fleet.machines import GPU_KINDS, Gpu, Loads
-from bench.rock_fleet.measure import Setting, measure
-from bench.rock_fleet.systems import System
+from bench.rock_fleet.measure import Outcome, Setting, measure
 from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.step.image_batch import ImageBatch, ImageBatchLimits, ImageSequence
 from motet.policies.times.image_times import Bucket, ImageTimes
@@ -170,6 +170,16 @@ def test_no_system_is_faster_than_the_one_without_loads_and_round_robin_is_the_s
     assert min(found.values(), key=lambda one: one.mean_s) is found["bound"]
     assert max(found.values(), key=lambda one: one.mean_s) is found["rrod"]
     assert found["bound"].update_s == 0.0
+
+
+def test_the_distance_from_the_paper_is_zero_for_its_own_figures_and_the_root_of_the_mean_square_for_others() -> None:
+    def outcome(mean_s: float, hit_rate: float, updates: float) -> Outcome:
+        return Outcome(mean_s=mean_s, p99_s=0.0, hit_rate=hit_rate, updates=updates, ahead=0.0, update_s=0.0, per_kind_s=())
+
+    paper = {name: outcome(40.0 * latency, hits, updates) for name, (latency, hits, updates) in rock.PAPER.items()}
+    assert rock.distance({name: paper[name] for name in rock.BASELINES}) == pytest.approx(0.0)
+    other = outcome(paper["LRUMS"].mean_s * np.exp(0.3), 0.392 + 0.4, 45.0)
+    assert rock.distance({"RROD": paper["RROD"], "LRUMS": other}) == pytest.approx(np.sqrt((0.3**2 + 0.4**2) / 6))
 
 
 def test_the_fleet_is_that_of_the_paper() -> None:
