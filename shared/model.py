@@ -357,6 +357,35 @@ class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     r2: float  # coefficient of determination
 
 
+class ImageSizeSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of an image engine's steps for pictures of one size, in milliseconds, without adapters."""
+
+    height: _Rows  # of the latents, as `width`
+    width: _Rows
+    text_tokens: _Rows
+    rows: Annotated[tuple[_Rows, ...], Meta(min_length=1)]  # of a denoising step, ascending
+    step_ms: Annotated[tuple[_Ms, ...], Meta(min_length=1)]  # at each of `rows`
+    decode_ms: _Ms  # of a decoding step
+    decode_picture_ms: _Ms  # and for each of its pictures
+
+
+class ImageSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of an image engine's steps, in milliseconds (`policies.times.image_fit`), and the rows that memory allows."""
+
+    sizes: Annotated[tuple[ImageSizeSteps, ...], Meta(min_length=1)]
+    encode_ms: _Ms  # of an encoding step
+    encode_request_ms: _Ms  # and for each of its requests
+    rank_ms: _Ms = 0.0  # of a denoising step: for each row of 512 x 512 pixels and rank of its adapters
+    adapter_ms: _Ms = 0.0  # and for each different adapter
+    rows_max: _Rows = 64  # of a denoising step
+    area_max: _Rows = 8 * 64 * 64  # of a denoising step, in positions of the latents of all rows
+    r2: float = 1.0  # coefficient of determination of denoising steps
+
+    def rows_most(self, area: int) -> int:
+        """The most rows of a denoising step whose latents have `area` positions."""
+        return max(1, min(self.rows_max, self.area_max // area))
+
+
 class TensorDigest(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor of the base's checkpoint: its safetensors type, its shape and the SHA-256 of its bytes there."""
 

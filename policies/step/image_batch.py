@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Generic, Literal, TypeVar
 
 from motet.policies.memory.adapter_slots import AdapterSlots
@@ -31,6 +32,8 @@ from motet.policies.times.image_times import Bucket, ImageTimes
 
 Stage = Literal["encode", "denoise", "decode"]
 BYPASS_MAX = 64
+PATIENCE = 4.0
+"""A request without an objective should be done within so many times the time that it takes alone."""
 AHEAD = 2
 """Requests hold slots for so many steps' rows."""
 
@@ -50,6 +53,9 @@ class ImageSequence:
     step: int = 0
     adapters: tuple[tuple[str, int], ...] = ()
     resumed: bool = False  # it has begun on another worker
+    arrival_s: float = 0.0
+    due_s: float = inf  # by its objective; inf for none
+    start_by_s: float = 0.0  # set by `ImageBatch.add`
     stage: Stage = "encode"
     holds: bool = False  # slots for all its adapters
     passed: int = 0  # requests that got slots while this one could not
@@ -84,6 +90,11 @@ class ImagePlan(Generic[S]):
     def rows(self) -> int:
         """The rows of the step."""
         return sum(one.rows for one in self.requests)
+
+
+def by_latest_start(seq: ImageSequence, now_s: float) -> Any:
+    """The least slack at arrival first."""
+    return not seq.resumed, seq.start_by_s, seq.order
 
 
 def by_arrival(seq: ImageSequence, now_s: float) -> Any:
@@ -127,6 +138,9 @@ class ImageBatch(Generic[S]):
         """A new request. Raises ValueError for adapters that never fit."""
         if not self.fits(seq.adapters):
             raise ValueError(f"{len(seq.adapters)} adapters do not fit in {self.slots.slots} slots of the device")
+        own_s = self.times.own_ms(seq.bucket, seq.rows, seq.steps - seq.step) / 1000.0
+        due_s = seq.due_s if seq.due_s < inf else seq.arrival_s + PATIENCE * own_s
+        seq.start_by_s = due_s - own_s
         if seq.bucket not in self._served_ms:
             self._served_ms[seq.bucket] = min(self._served_ms.values(), default=0.0)
         self._requests[seq] = None
@@ -141,12 +155,16 @@ class ImageBatch(Generic[S]):
             del self._served_ms[seq.bucket]
 
     def done(self, plan: ImagePlan[S], took_ms: float = 0.0) -> list[S]:
-        """The plan was carried out. Returns the requests that have ended by it. `took_ms`: of a denoising step, 0 for unknown.
+        """The plan was carried out. Returns the requests that have ended by it. `took_ms`: 0 for unknown.
 
         Requests that were removed meanwhile are ignored.
         """
         ended: list[S] = []
-        if plan.stage == "denoise" and plan.requests:
+        if plan.stage == "encode" and plan.requests:
+            self.times.observe_encode(len(plan.requests), took_ms)
+        elif plan.stage == "decode" and plan.requests:
+            self.times.observe_decode(plan.requests[0].bucket, len(plan.requests), took_ms)
+        elif plan.requests:
             bucket = plan.requests[0].bucket
             self.times.observe(bucket, plan.rows, took_ms)
             if bucket in self._served_ms:
@@ -169,6 +187,7 @@ class ImageBatch(Generic[S]):
     def plan(self, now_s: float) -> ImagePlan[S]:
         """The next step, of requests that are there now. Slots for it are taken at once."""
         plan: ImagePlan[S] = ImagePlan()
+        self.slots.eviction.now_s = now_s
         ordered = sorted(self._requests, key=lambda seq: self._urgency(seq, now_s))
         ready = self._eligible(ordered, plan)
         encodes = [seq for seq in ready if seq.stage == "encode"]

@@ -1,4 +1,5 @@
-"""Times of denoising steps by picture size and rows, and the *knee*: how many rows of one size a step should have.
+"""Times of an image engine's steps: of denoising by picture size and rows, of encoding, of decoding; and the *knee*: how many
+rows of one size a denoising step should have.
 
     rows              1     2     4     8    16
     ms               10    12    16    24    40       a larger batch than the knee makes all its pictures
@@ -7,6 +8,7 @@
 The knee is the smallest number of rows at which the time per row is within NEAR of its least. Times between measured numbers
 of rows are interpolated, and extrapolated beyond the last one. They come from a warm-up and are refreshed by every step. A size
 that was never measured has the times of the nearest one, of which the part that grows with the rows grows with the pixels too.
+`own_ms` is what a request takes that has the engine for itself.
 """
 
 from __future__ import annotations
@@ -82,6 +84,8 @@ class ImageTimes:
 
     def __init__(self) -> None:
         self._sizes: OrderedDict[Bucket, _Times] = OrderedDict()
+        self._encode_ms = 0.0  # of one request
+        self._decode_ms = 0.0  # of one position of the latents
 
     def observe(self, bucket: Bucket, rows: int, took_ms: float) -> None:
         """A step of so many rows took so long. Times that are not positive are ignored."""
@@ -94,8 +98,24 @@ class ImageTimes:
             times = self._sizes[bucket] = _Times()
         times.observe(rows, took_ms)
 
+    def observe_encode(self, requests: int, took_ms: float) -> None:
+        """A step encoded so many requests. Times that are not positive are ignored."""
+        self._encode_ms = _mean(self._encode_ms, took_ms / requests)
+
+    def observe_decode(self, bucket: Bucket, pictures: int, took_ms: float) -> None:
+        """A step decoded so many pictures of a size. Times that are not positive are ignored."""
+        self._decode_ms = _mean(self._decode_ms, took_ms / (pictures * bucket.area))
+
+    def decode_ms(self, bucket: Bucket) -> float:
+        """The expected time to decode one picture; it grows with the pixels. 0 while none was decoded."""
+        return self._decode_ms * bucket.area
+
+    def own_ms(self, bucket: Bucket, rows: int, steps: int) -> float:
+        """The expected time of a request that is alone: its encoding, so many steps of its rows, its decoding."""
+        return self._encode_ms + steps * self.step_ms(bucket, rows) + self.decode_ms(bucket)
+
     def step_ms(self, bucket: Bucket, rows: int) -> float:
-        """The expected time of a step of so many rows."""
+        """The expected time of a denoising step of so many rows."""
         times = self._of(bucket)
         return times.step_ms(rows) if times is not None else START_MS
 
@@ -117,3 +137,10 @@ class ImageTimes:
         first = times.step_ms(1)
         fixed = max(0.0, min(first, 2 * first - times.step_ms(2)))  # of a step: what does not grow with its rows
         return _Times((rows, fixed + share * (times.step_ms(rows) - fixed)) for rows in times.ms)
+
+
+def _mean(known_ms: float, took_ms: float) -> float:
+    """A mean time with the latest one."""
+    if not took_ms > 0.0:
+        return known_ms
+    return known_ms + WEIGHT * (took_ms - known_ms) if known_ms else took_ms
