@@ -63,6 +63,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttft_slo_ms: float = 2000.0
     tpot_slo_ms: float = 200.0
     e2e_slo_ms: float = 0.0  # the whole answer, 0: none
+    e2e_is_timeout: bool = False  # nobody asked for `e2e_slo_ms`: after it the answer is in vain, before it no sooner is better
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,6 +136,7 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     format: PictureFormat = "png"
     quality: int = 90  # 1 to 100, of "jpeg" and "webp"
     index: int = 0  # which of the request's n pictures; `SamplingParams.seed` is this picture's own
+    pictures: int = 1  # n
     metadata: bool = False  # prompt, seed and adapters are written into the file
     state: bytes = b""  # a checkpoint to continue from (`StreamItem.state`)
     state_step: int = 0  # steps that `state` has behind it

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from itertools import count
-from math import inf
 
 from msgspec.structs import replace
 
-from motet.policies.step.image_batch import ImageBatch, ImagePlan
+from motet.policies.step.image_batch import ImageBatch, ImagePlan, due_s
 from motet.policies.times.image_times import Bucket
 from motet.policies.worker.assemble import DeviceMemory, image_slots
 from motet.policies.worker.worker_events import Stepped
-from motet.shared.model import SLO_MAX_MS, AdapterRef, ImageParams, RequestBrief
+from motet.shared.model import AdapterRef, ImageParams, RequestBrief
 from motet.twin.engine import Shell
 from motet.twin.events import STEP, Events
 from motet.twin.image_steps import ImageStepModel, measured_times
@@ -34,7 +33,6 @@ LATENT_PX = 8
 
 def drawn(request: Request, image: ImageParams, brief: RequestBrief, now_s: float, before: Drawn | None) -> Drawn:
     """A request in the state in which an engine gets it, from its scheduler or, after `before`, from another worker."""
-    e2e_ms = request.slo.e2e_slo_ms
     return Drawn(
         order=0,
         bucket=Bucket(image.height // LATENT_PX, image.width // LATENT_PX, text_tokens=max(1, request.prompt_tokens)),
@@ -43,8 +41,9 @@ def drawn(request: Request, image: ImageParams, brief: RequestBrief, now_s: floa
         step=before.step if before is not None else 0,
         adapters=tuple([(one.digest, one.size_bytes) for one in request.adapters]),
         resumed=before is not None and before.step > 0,
+        pictures=image.pictures,
         arrival_s=now_s,
-        due_s=now_s + e2e_ms / 1000.0 if 0.0 < e2e_ms < SLO_MAX_MS else inf,
+        due_s=due_s(request.slo, now_s),
         request=request,
         brief=brief,
         rank=sum([one.rank for one in request.adapters]),

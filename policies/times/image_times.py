@@ -110,9 +110,14 @@ class ImageTimes:
         """The expected time to decode one picture; it grows with the pixels. 0 while none was decoded."""
         return self._decode_ms * bucket.area
 
-    def own_ms(self, bucket: Bucket, rows: int, steps: int) -> float:
-        """The expected time of a request that is alone: its encoding, so many steps of its rows, its decoding."""
-        return self._encode_ms + steps * self.step_ms(bucket, rows) + self.decode_ms(bucket)
+    def own_ms(self, bucket: Bucket, rows: int, steps: int, *, pictures: int = 1, together: int = 1) -> float:
+        """The expected time of a request that is alone: its encoding, so many steps of its pictures, their decoding.
+
+        Each picture has `rows`, and up to `together` of them share a step.
+        """
+        full, rest = divmod(pictures, together)
+        each_ms = full * self.step_ms(bucket, together * rows) + (self.step_ms(bucket, rest * rows) if rest else 0.0)
+        return self._encode_ms + steps * each_ms + pictures * self.decode_ms(bucket)
 
     def step_ms(self, bucket: Bucket, rows: int) -> float:
         """The expected time of a denoising step of so many rows."""

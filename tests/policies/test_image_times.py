@@ -65,3 +65,23 @@ def test_steps_move_the_times_and_times_that_cannot_be_are_ignored() -> None:
         times.observe(SMALL, 2, float("nan"))
     assert times.step_ms(SMALL, 2) == pytest.approx(20.0, rel=0.01)
     assert times.knee(SMALL, 2) == 1
+
+
+def test_a_request_alone_takes_its_encoding_its_steps_and_the_decoding_of_its_pixels() -> None:
+    times = measured(SMALL, {1: 11.0, 2: 12.0, 4: 14.0})
+    times.observe_encode(4, 20.0)
+    times.observe_decode(SMALL, 2, 6.0)
+    assert times.decode_ms(SMALL) == pytest.approx(3.0) and times.decode_ms(LARGE) == pytest.approx(48.0)
+    assert times.own_ms(SMALL, 2, 10) == pytest.approx(5.0 + 10 * 12.0 + 3.0)
+    assert times.own_ms(SMALL, 2, 10, pictures=3, together=2) == pytest.approx(5.0 + 10 * (14.0 + 12.0) + 9.0)
+
+
+def test_times_of_encoding_and_decoding_follow_the_steps_and_ignore_what_cannot_be() -> None:
+    times = measured(SMALL, {1: 1.0, 2: 1.0})
+    for _ in range(100):
+        times.observe_encode(1, 8.0)
+        times.observe_encode(1, 0.0)
+        times.observe_decode(SMALL, 1, 2.0)
+        times.observe_decode(SMALL, 1, float("nan"))
+    times.observe_encode(1, 18.0)  # the latest one counts a tenth
+    assert times.own_ms(SMALL, 1, 1) == pytest.approx(9.0 + 1.0 + 2.0)
