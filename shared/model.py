@@ -379,6 +379,7 @@ class ImageSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     encode_request_ms: _Ms  # and for each of its requests
     rank_ms: _Ms = 0.0  # of a denoising step: for each row of 512 x 512 pixels and rank of its adapters
     adapter_ms: _Ms = 0.0  # and for each different adapter
+    latent_px: _Rows = 8  # pixels for each position of the latents, in each direction
     rows_max: _Rows = 64  # of a denoising step
     area_max: _Rows = 8 * 64 * 64  # of a denoising step, in positions of the latents of all rows
     r2: float = 1.0  # coefficient of determination of denoising steps

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from itertools import count
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -19,23 +20,24 @@ from motet.policies.worker.assemble import DeviceMemory, image_slots
 from motet.policies.worker.worker_events import Stepped
 from motet.shared.model import AdapterRef, ImageParams, RequestBrief
 from motet.twin.engine import Shell
-from motet.twin.events import STEP, Events
+from motet.twin.events import STEP, Events, to_ps
 from motet.twin.image_steps import ImageStepModel, measured_times
 from motet.twin.link import DeviceLink
 from motet.twin.metrics import Metrics
 from motet.twin.run import Drawn
-from motet.twin.worker_spec import WorkerSpec
+from motet.twin.worker_spec import ImageSpec, WorkerSpec
 from motet.twin.workload import Request
 
-LATENT_PX = 8
-"""Pixels for each position of the latents, in each direction."""
+IDLE_COPY_BYTES = 64 << 20
+"""What an engine that has nothing to compute copies before it looks again."""
 
 
-def drawn(request: Request, image: ImageParams, brief: RequestBrief, now_s: float, before: Drawn | None) -> Drawn:
+def drawn(spec: ImageSpec, request: Request, image: ImageParams, brief: RequestBrief, now_s: float, before: Any) -> Drawn:
     """A request in the state in which an engine gets it, from its scheduler or, after `before`, from another worker."""
+    latent_px = spec.steps.latent_px
     return Drawn(
         order=0,
-        bucket=Bucket(image.height // LATENT_PX, image.width // LATENT_PX, text_tokens=max(1, request.prompt_tokens)),
+        bucket=Bucket(image.height // latent_px, image.width // latent_px, text_tokens=max(1, request.prompt_tokens)),
         rows=2 if image.guided else 1,
         steps=image.steps_run,
         step=before.step if before is not None else 0,
@@ -46,7 +48,7 @@ def drawn(request: Request, image: ImageParams, brief: RequestBrief, now_s: floa
         due_s=due_s(request.slo, now_s),
         request=request,
         brief=brief,
-        rank=sum([one.rank for one in request.adapters]),
+        row_ranks=image.rows * sum([one.rank for one in request.adapters]),
         last_token_ps=before.last_token_ps if before is not None else -1,
     )
 
@@ -153,10 +155,11 @@ class ImageEngine:
         self._serial += 1
         if plan.stage is None:
             if queued_ps := self._link.queued_ps:
-                self._events.at(now_ps + min(queued_ps, self._link.first_whole_ps), STEP, self._resume, self._serial)
+                look_ps = to_ps(IDLE_COPY_BYTES / self._link_model.bytes_per_s * 1000.0)
+                self._events.at(now_ps + max(1, min(queued_ps, look_ps)), STEP, self._resume, self._serial)
             return
         self.plans(plan)
-        warm_ps = self._model.step_ps(plan, [one.rank for one in plan.requests])  # type: ignore[arg-type]
+        warm_ps = self._model.step_ps(plan, sum([one.row_ranks for one in plan.requests]))
         took_ps = self._link_model.dragged_ps(warm_ps, self._link.queued_ps)
         self._plan, self._began_ps, self._took_ps = plan, now_ps, took_ps
         self._events.at(now_ps + took_ps, STEP, self._end, self._serial)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from motet.policies.step.image_batch import ImageBatchLimits, ImagePlan, ImageSequence
+from motet.policies.step.image_batch import ImageBatchLimits, ImagePlan, S
 from motet.policies.times.image_times import Bucket, ImageTimes
 from motet.shared.model import ImageSizeSteps, ImageSteps
 from motet.twin.events import to_ps
-
-UNIT_AREA = 64 * 64
-"""Positions of the latents of a row in `RequestBrief.rows`: 512 x 512 pixels."""
 
 
 class ImageStepModel:
@@ -26,8 +23,8 @@ class ImageStepModel:
         facts = self.facts
         return ImageBatchLimits(rows_most=lambda bucket: facts.rows_most(bucket.area))
 
-    def step_ps(self, plan: ImagePlan[ImageSequence], ranks: Sequence[int]) -> int:
-        """The time of the planned step. `ranks`: the sum of the ranks of each request's adapters."""
+    def step_ps(self, plan: ImagePlan[S], row_ranks: float) -> int:
+        """The time of the planned step. `row_ranks`: of its requests, rows of 512 x 512 pixels times the ranks of adapters."""
         facts, count = self.facts, len(plan.requests)
         bucket = plan.requests[0].bucket
         if plan.stage == "encode":
@@ -36,8 +33,6 @@ class ImageStepModel:
             size = nearest(facts.sizes, bucket)
             pixels = bucket.area / (size.height * size.width)
             return to_ps(size.decode_ms + pixels * count * size.decode_picture_ms)
-        area = bucket.area / UNIT_AREA
-        row_ranks = area * sum([seq.rows * rank for seq, rank in zip(plan.requests, ranks, strict=True)])
         adapters = len({digest for seq in plan.requests for digest, _ in seq.adapters})
         return to_ps(self._times.step_ms(bucket, plan.rows) + facts.rank_ms * row_ranks + facts.adapter_ms * adapters)
 

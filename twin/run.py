@@ -40,7 +40,7 @@ class Drawn(ImageSequence):
 
     request: Request
     brief: RequestBrief  # as the view shows it
-    rank: int  # the sum over its adapters
+    row_ranks: float  # its rows of 512 x 512 pixels, times the ranks of its adapters
     last_token_ps: int = -1  # of its latest output position
     complete: bool = False  # its picture is decoded
 

@@ -44,7 +44,7 @@ from motet.twin.engine import Engine
 from motet.twin.events import PS_PER_S, STEP, Events
 from motet.twin.image_engine import ImageEngine, drawn
 from motet.twin.metrics import Metrics
-from motet.twin.run import AnyLive, Drawn, Live
+from motet.twin.run import AnyLive, Live
 from motet.twin.storage import Storage
 from motet.twin.travel import Source, Travels
 from motet.twin.worker_spec import WorkerSpec
@@ -127,8 +127,8 @@ class Worker:
     def _live(self, request: Request, brief: RequestBrief, before: AnyLive | None) -> AnyLive:
         """The request as its engine gets it."""
         now_s, adapter, merged_copy = self._events.now_s, request.adapter, self.spec.merged_copy
-        if request.image is not None:
-            return drawn(request, request.image, brief, now_s, before if isinstance(before, Drawn) else None)
+        if request.image is not None and self.spec.images is not None:
+            return drawn(self.spec.images, request, request.image, brief, now_s, before)
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         return Live(
             order=0,
