@@ -2,6 +2,7 @@
 are fetched beside the steps too, which the systems that inspired them do not do.
 
     OneAtATime        one request until its picture is there, first come first served: ROCK's workers, and on-demand loading
+    FirstCome         mixed batches as Motet's, without its order
     EqualOldest       a step has requests with equal adapters, those of the oldest request (vLLM-Omni with steps as units)
     EqualStay         the same, but a batch that has begun runs to its end; nobody joins it
     EqualLargest      the adapters of most requests first, unless the oldest has waited for `PATIENCE` times its own time
@@ -16,17 +17,19 @@ from motet.policies.step.image_batch import PATIENCE, ImageBatch, ImageSequence
 from motet.policies.times.image_times import Bucket
 
 
-def by_arrival(seq: ImageSequence, now_s: float) -> Any:
+def by_arrival(seq: ImageSequence) -> Any:
     """First come, first served."""
     return seq.order
 
 
-class _FirstCome(ImageBatch[ImageSequence]):
+class FirstCome(ImageBatch[ImageSequence]):
+    """Mixed batches as Motet's, but first come, first served."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, urgency=by_arrival)
 
 
-class OneAtATime(_FirstCome):
+class OneAtATime(FirstCome):
     """A step has one request, the oldest whose adapters are there."""
 
     def rows_limit(self, bucket: Bucket) -> int:
@@ -39,7 +42,7 @@ def _kind(seq: ImageSequence) -> tuple[Bucket, frozenset[str]]:
     return seq.bucket, frozenset(digest for digest, _ in seq.adapters)
 
 
-class EqualOldest(_FirstCome):
+class EqualOldest(FirstCome):
     """The requests with the size and the adapters of the oldest one, as many as fit, oldest first."""
 
     def _denoises(self, ready: list[ImageSequence]) -> list[ImageSequence]:

@@ -25,9 +25,11 @@ Rules:
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
+from operator import itemgetter
 from typing import Any, Generic, Literal, TypeVar
 
 from motet.policies.memory.adapter_slots import AdapterSlots
@@ -97,7 +99,7 @@ class ImagePlan(Generic[S]):
         return sum(one.rows for one in self.requests)
 
 
-def by_start(seq: ImageSequence, now_s: float) -> Any:
+def by_start(seq: ImageSequence) -> Any:
     """Rule 3."""
     return not seq.resumed, seq.start_by_s, seq.order
 
@@ -110,7 +112,8 @@ def due_s(slo: Slo, arrival_s: float) -> float:
 class ImageBatch(Generic[S]):
     """The requests of one engine. `slots` are asynchronous: `arrived` on them makes an adapter's requests eligible.
 
-    `urgency(request, now_s)`: requests with a smaller one go first; other orders are there to compare with.
+    `urgency(request)`: those with a smaller one go first. It is asked once for each, after `start_by_s` is set; other orders
+    than Motet's are there to compare with.
     """
 
     def __init__(
@@ -119,10 +122,11 @@ class ImageBatch(Generic[S]):
         *,
         slots: AdapterSlots,
         times: ImageTimes,
-        urgency: Callable[[S, float], Any] = by_start,
+        urgency: Callable[[S], Any] = by_start,
     ) -> None:
         self.limits, self.slots, self.times, self._urgency = limits, slots, times, urgency
         self._requests: dict[S, None] = {}
+        self._ordered: list[tuple[Any, S]] = []  # by urgency
         self._between: set[Stage] = set()  # steps since the last denoising one
 
     def __len__(self) -> int:
@@ -147,12 +151,14 @@ class ImageBatch(Generic[S]):
         due_s = seq.due_s if seq.due_s < inf else seq.arrival_s + PATIENCE * own_s
         seq.start_by_s = max(seq.arrival_s, due_s - own_s)
         self._requests[seq] = None
+        insort(self._ordered, (self._urgency(seq), seq), key=itemgetter(0))
 
     def remove(self, seq: S) -> None:
         """A request has ended, failed or was cancelled. Unknown ones are ignored."""
         if seq not in self._requests:
             return
         del self._requests[seq]
+        self._ordered = [one for one in self._ordered if one[1] is not seq]
         self._release(seq)
 
     def done(self, plan: ImagePlan[S], took_ms: float = 0.0) -> list[S]:
@@ -186,7 +192,7 @@ class ImageBatch(Generic[S]):
         """The next step, of requests that are there now. Slots for it are taken at once."""
         plan: ImagePlan[S] = ImagePlan()
         self.slots.eviction.now_s = now_s
-        ordered = sorted(self._requests, key=lambda seq: self._urgency(seq, now_s))
+        ordered = [seq for _, seq in self._ordered]
         ready = self._eligible(ordered, plan)
         encodes = [seq for seq in ready if seq.stage == "encode"]
         denoises = [seq for seq in ready if seq.stage == "denoise"]

@@ -87,6 +87,11 @@ class ImageTimes:
         self._encode_ms = 0.0  # of one request
         self._decode_ms = 0.0  # of one position of the latents
 
+    @property
+    def sizes(self) -> list[Bucket]:
+        """The buckets that were measured."""
+        return list(self._sizes)
+
     def observe(self, bucket: Bucket, rows: int, took_ms: float) -> None:
         """A step of so many rows took so long. Times that are not positive are ignored."""
         if not took_ms > 0.0:

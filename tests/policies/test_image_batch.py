@@ -284,7 +284,7 @@ def test_an_order_of_ones_own_decides_who_is_next() -> None:
         ImageBatchLimits(rows_most=lambda _: 1),
         slots=AdapterSlots(1, SIZE, asynchronous=True),
         times=ImageTimes(),
-        urgency=lambda seq, now_s: -seq.order,
+        urgency=lambda seq: -seq.order,
     )
     first, last = request(steps=2), request(steps=2)
     engine.add(first)
