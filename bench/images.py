@@ -64,6 +64,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all", help="what to measure")
     parser.add_argument("--arrivals", action="store_true", help="the order of steps, in the twin (bench.images_arrivals)")
+    parser.add_argument(
+        "--live-vs-twin", action="store_true", help="a live worker and the twin of its profile (bench.images_live)"
+    )
     parser.add_argument("--trace", type=Path, help="requests of GenTD26 for --arrivals; without it they are drawn")
 
 
@@ -71,6 +74,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print the tables, return the figures."""
     if args.arrivals:
         return images_arrivals.run(args)
+    if args.live_vs_twin:
+        from bench import images_live
+
+        return images_live.run(args)
     warnings.filterwarnings("ignore")
     from diffusers.utils import logging as said
 

@@ -48,7 +48,7 @@ LOADS = (0.5, 0.7, 0.9, 1.1, 1.3, 1.5)
 ADAPTERS, ROOM, LOAD_MS = 64, 12, 1000.0
 MIB, RANK, ADAPTER_MIB = 1 << 20, 32, 32
 ROWS_MAX = 16
-REQUESTS, START = 600, 5000  # of the trace's requests with these adapters; the order was chosen on earlier ones
+REQUESTS, START = 500, 5000  # of the trace's requests with these adapters; the order was chosen on earlier ones
 PICTURES = (1, 1, 1, 2, 4, 4, 4, 4, 8, 8)  # about the trace's, for requests that are drawn
 PERF = PerfModel(
     prefill_base_ms=5.0,
@@ -194,7 +194,7 @@ def capacity_of(kind: str, prompts: Sequence[Prompt]) -> float:
 
 def outcome(kind: str, prompts: Sequence[Prompt], arrival_s: Floats, rival: Rival) -> Outcome:
     """A run in numbers."""
-    cluster, workload, of = simulated(kind, prompts, arrival_s, rival)
+    cluster, _, of = simulated(kind, prompts, arrival_s, rival)
     ends_s = np.zeros(len(prompts))
     np.maximum.at(ends_s, of, cluster.metrics.end_ps / PS_PER_S)
     took_s = ends_s - arrival_s

@@ -154,7 +154,12 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def rows(self) -> float:
         """What the picture adds to a step, in rows of 512 x 512 pixels without guidance."""
-        return (2 if self.guided else 1) * self.width * self.height / (512 * 512)
+        return (2 if self.guided else 1) * self.area
+
+    @property
+    def area(self) -> float:
+        """The picture's, in those of 512 x 512 pixels."""
+        return self.width * self.height / (512 * 512)
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -254,6 +259,7 @@ class PictureBrief(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     rows: float  # what it adds to a step
     more: tuple[str, ...] = ()  # digests of its adapters after the first
+    area: float = 0.0  # of the picture, in those of 512 x 512 pixels; 0 for unknown
 
 
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):
@@ -322,6 +328,7 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     A copy to the device takes load_base_ms + load_ms_per_mib * MiB; no step runs meanwhile, unless the worker copies
     beside its steps.
     KV blocks from another worker take kv_base_ms + kv_ms_per_mib * MiB, beside its steps; 0 for unknown.
+    After its last step a picture is decoded, in finish_ms for each 512 x 512 pixels; no denoising step runs meanwhile.
     """
 
     kernel: Literal["bgmv", "mbgmv"] = "mbgmv"
@@ -337,6 +344,7 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     fetch_ms_per_mib: float = 0.0
     kv_base_ms: float = 0.0
     kv_ms_per_mib: float = 0.0
+    finish_ms: float = 0.0
 
 
 _Ms = Annotated[float, Meta(ge=0)]

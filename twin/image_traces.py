@@ -20,7 +20,7 @@ from motet.twin.traces import csv_rows, date, first_line, opened, text, whole
 from motet.twin.workload import Floats, Ints, Workload
 
 PROMPT_TOKENS = 77
-PICTURES_MAX, STEPS_MAX = 64, 1000
+PICTURES_MAX, STEPS_MAX, USUAL_STEPS = 64, 1000, 30
 COLUMNS = ("gmt_create", "num_images_per_prompt", "num_inference_steps", "lora_ids")
 
 
@@ -35,7 +35,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All requests of a GenTD26 file, in its order. Raises FileError."""
+    """All requests of a GenTD26 file, in its order. A number that a row leaves out is the usual one. Raises FileError."""
     found, index = [], dict[str, int]()
     with opened(path) as lines:
         header = first_line(path, lines).split(",")
@@ -44,8 +44,13 @@ def read_prompts(path: Path) -> list[Prompt]:
         for at, row in csv_rows(path, header, lines):
             names = [name for name in text(path, at, row, "lora_ids").split(";") if name]
             adapters = tuple([index.setdefault(name, len(index)) for name in dict.fromkeys(names)])
-            steps = whole(path, at, row, "num_inference_steps", 1, STEPS_MAX)
-            pictures = whole(path, at, row, "num_images_per_prompt", 1, PICTURES_MAX)
+            steps, pictures = (
+                whole(path, at, row, name, 1, most) if row[name] else usual
+                for name, most, usual in (
+                    ("num_inference_steps", STEPS_MAX, USUAL_STEPS),
+                    ("num_images_per_prompt", PICTURES_MAX, 1),
+                )
+            )
             found.append(Prompt(adapters, steps, pictures, date(path, at, row, "gmt_create") if row["gmt_create"] else None))
     return found
 
@@ -62,7 +67,13 @@ def most_used(prompts: Sequence[Prompt], adapters: int) -> list[Prompt]:
 
 
 def draw_prompts(
-    rng: Generator, count: int, shares: Floats, *, repeats: float = 0.44, steps: int = 30, pictures: Sequence[int] = (1,)
+    rng: Generator,
+    count: int,
+    shares: Floats,
+    *,
+    repeats: float = 0.44,
+    steps: int = USUAL_STEPS,
+    pictures: Sequence[int] = (1,),
 ) -> list[Prompt]:
     """Requests with one adapter each, drawn by share, or with a chance of `repeats` that of the request before."""
     drawn = rng.choice(len(shares), size=count, p=shares)

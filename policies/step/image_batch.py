@@ -7,7 +7,8 @@
 Rules:
 1. The requests of a denoising step have one *bucket*: latents of one shape, encodings of one length. Each has its own adapters,
    weights, sampler and number of the step.
-2. A step has as many rows as the bucket's *knee* (`times.image_times`) and the memory allow, and always one request.
+2. A step has as many rows as the bucket's *knee* (`times.image_times`) and the memory allow, and always one request. One in
+   many may have more, to see whether the knee is still right.
 3. The most urgent request is first, and the step is one of its bucket. Urgent is who must *start by* the earliest time: its
    deadline less what it takes alone, as expected when it came, but not before it came. A request without an objective has the
    deadline arrival + `PATIENCE` times its own time. So few steps and few pictures go before many, and nobody is passed by
@@ -272,7 +273,7 @@ class ImageBatch(Generic[S]):
         """Rules 1 to 3."""
         bucket = ready[0].bucket
         chosen: list[S] = []
-        left = self.rows_limit(bucket)
+        left = self.times.rows(bucket, max(1, self.limits.rows_most(bucket)))
         for seq in ready:
             if seq.bucket == bucket and (seq.rows <= left or not chosen):
                 chosen.append(seq)

@@ -5,7 +5,9 @@ rows of one size a denoising step should have.
     ms               10    12    16    24    40       a larger batch than the knee makes all its pictures
     ms per row       10     6     4     3   2.5       wait, and draws hardly more pictures per second
 
-The knee is the smallest number of rows at which the time per row is within NEAR of its least. Times between measured numbers
+The knee is the smallest number of rows at which the time per row is within NEAR of its least. Steps with more rows than it are
+not made, so a knee that was measured while the machine was busy would stay too low. Therefore one step in REFRESH may have
+twice as many (`rows`), and the first new time of a number of rows counts half. Times between measured numbers
 of rows are interpolated, and extrapolated beyond the last one. They come from a warm-up and are refreshed by every step. A size
 that was never measured has the times of the nearest one, of which the part that grows with the rows grows with the pixels too.
 `own_ms` is what a request takes that has the engine for itself.
@@ -21,6 +23,8 @@ from typing import NamedTuple
 NEAR = 0.05
 WEIGHT = 0.1
 """Of the latest step in a mean time."""
+AGAIN = 0.5
+"""Of a step in the mean time of a number of rows that did not run for REFRESH steps."""
 REFRESH = 32
 """Steps of a size until its knee is computed again."""
 SIZES_MAX = 256
@@ -45,16 +49,19 @@ class Bucket(NamedTuple):
 class _Times:
     """Mean times of one bucket, by rows."""
 
-    __slots__ = ("knees", "ms", "seen")
+    __slots__ = ("at", "knees", "ms", "seen")
 
     def __init__(self, ms: Iterable[tuple[int, float]] = ()) -> None:
         self.ms: dict[int, float] = dict(ms)
+        self.at: dict[int, int] = {}  # number of the latest step with so many rows
         self.seen = 0
         self.knees: dict[int, int] = {}  # by the most rows
 
     def observe(self, rows: int, took_ms: float) -> None:
         known = self.ms.get(rows)
-        self.ms[rows] = took_ms if known is None else known + WEIGHT * (took_ms - known)
+        weight = WEIGHT if self.seen - self.at.get(rows, 0) < REFRESH else AGAIN
+        self.ms[rows] = took_ms if known is None else known + weight * (took_ms - known)
+        self.at[rows] = self.seen
         self.seen += 1
         if known is None or self.seen % REFRESH == 0:
             self.knees.clear()
@@ -133,6 +140,11 @@ class ImageTimes:
         """The rows that a step of this bucket should have, 1 to `most`; `most` where no size was measured."""
         times = self._of(bucket)
         return times.knee(most) if times is not None else most
+
+    def rows(self, bucket: Bucket, most: int) -> int:
+        """The rows that the next step of this bucket may have, 1 to `most`: the knee, and from time to time twice as many."""
+        knee, own = self.knee(bucket, most), self._sizes.get(bucket)
+        return min(most, 2 * knee) if own is not None and own.seen % REFRESH == REFRESH - 1 else knee
 
     def _of(self, bucket: Bucket) -> _Times | None:
         """The bucket's own times, or while they are one those of the nearest bucket with more; None without any."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.policies.times.image_times import NEAR, START_MS, Bucket, ImageTimes
+from motet.policies.times.image_times import NEAR, REFRESH, START_MS, Bucket, ImageTimes
 
 SMALL, LARGE = Bucket(8, 8), Bucket(32, 32)
 
@@ -85,3 +85,25 @@ def test_times_of_encoding_and_decoding_follow_the_steps_and_ignore_what_cannot_
         times.observe_decode(SMALL, 1, float("nan"))
     times.observe_encode(1, 18.0)  # the latest one counts a tenth
     assert times.own_ms(SMALL, 1, 1) == pytest.approx(9.0 + 1.0 + 2.0)
+
+
+def test_a_knee_that_was_measured_on_a_busy_machine_is_found_to_be_too_low() -> None:
+    times = measured(SMALL, {1: 10.0, 2: 20.0, 4: 40.0, 8: 80.0})  # the truth is a little more than 10 ms, whatever the rows
+    assert times.knee(SMALL, 8) == 1
+    taken = []
+    for _ in range(40 * REFRESH):
+        rows = times.rows(SMALL, 8)
+        taken.append(rows)
+        times.observe(SMALL, rows, 10.0 + rows / 10.0)
+    assert times.knee(SMALL, 8) == 8 and taken[-1] == 8
+    assert taken[: REFRESH - 4] == [1] * (REFRESH - 5) + [2], "it looks seldom"
+
+
+def test_looking_beyond_the_knee_finds_that_it_was_right() -> None:
+    times = measured(LARGE, {1: 100.0, 2: 199.0, 4: 396.0})
+    taken = []
+    for _ in range(10 * REFRESH):
+        rows = times.rows(LARGE, 8)
+        taken.append(rows)
+        times.observe(LARGE, rows, 99.0 * rows + 1.0)
+    assert (taken.count(1), taken.count(2)) == (10 * REFRESH - 10, 10)
