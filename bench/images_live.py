@@ -61,7 +61,10 @@ class Times:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print the tables, return the figures."""
     requests, rounds = (10, 1) if args.quick else (REQUESTS, ROUNDS)
-    config = WorkerConfig.of(model=str(DEMO_IMAGES / "model"), engine="images", threads=1, max_running=32, foresight="off")
+    running = 4 if args.quick else 32
+    config = WorkerConfig.of(
+        model=str(DEMO_IMAGES / "model"), engine="images", threads=1, max_running=running, adapter_foresight="off"
+    )
     rows, errors, capacities = [], [], []
     for number in args.watch.rounds(rounds):
         others = report.Elsewhere()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,10 @@ class Prompt:
     steps: int
     pictures: int
     time_s: float | None = None  # where the trace tells it
+
+    def without_adapters(self) -> Prompt:
+        """The same for the base."""
+        return replace(self, adapters=())
 
 
 def read_prompts(path: Path) -> list[Prompt]:
