@@ -42,7 +42,7 @@ from motet.shared.wire.worker_state import WorkerSnapshot
 from motet.twin.events import MESSAGE, PS_PER_S
 from motet.twin.metrics import Metrics
 from motet.twin.network import HOP_MS, Network, Process
-from motet.twin.run import Live
+from motet.twin.run import AnyLive
 from motet.twin.scheduler import Scheduler, SchedulerSpec
 from motet.twin.worker import Worker
 from motet.twin.worker_spec import WorkerSpec
@@ -171,7 +171,7 @@ class WorkerProcess(Process):
                 produced = entry.payload.length - entry.payload.request.prompt_tokens
                 self._frame(gateway, [Item(request_id, entry.brief.epoch, produced, [], "error", error=error)])
 
-    def _speak(self, lives: Sequence[Live]) -> None:
+    def _speak(self, lives: Sequence[AnyLive]) -> None:
         frames: dict[int, tuple[Gateway, list[Item]]] = {}
         for live in lives:
             gateway = self.gateways.get(live.brief.request_id)
