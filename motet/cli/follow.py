@@ -2,16 +2,18 @@
 
     scheduler ──Sized──> Follower ──> Stack.grow / Stack.shrink
 
-A decision is carried out once: after a change only a later one counts. It says how many workers there should be, not how many
-more, so one that was made before a new worker had told that it starts does no harm.
+A decision is carried out once. It says how many workers there should be, not how many more, so one that was made before a new
+worker had told that it starts does no harm. Workers leave in the background.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from motet.cli.stack import Stack
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
@@ -38,7 +40,7 @@ class Workers(Protocol):
         """Start workers until there are so many."""
 
     async def shrink(self, worker: str) -> None:
-        """Let this one drain and stop, or the last one where it is not known."""
+        """Let this one drain and stop in the background, or the last one where it is not known."""
 
 
 class Follower:
@@ -88,9 +90,27 @@ class Follower:
         desired = min(max(sized.decision.desired, self._least), self._most)
         if desired == have or (desired > have and now_s() < self._rest_until_s):
             return
+        self._since_ms = sized.at_unix_ms
         self._say(f"workers: {have} -> {desired if desired > have else have - 1} ({sized.decision.reason})")
         if desired > have:
             await self._workers.grow(desired)
         else:
             await self._workers.shrink(sized.decision.leaves)
-        self._asked, self._since_ms = len(self._workers.workers), unix_ms()
+        self._asked = len(self._workers.workers)
+
+
+async def followed(stack: Stack, say: Callable[[str], None]) -> None:
+    """Wait for a failure of a stack; meanwhile start and stop workers as schedulers decide, if `--workers` is a range."""
+    logging.getLogger("motet").addHandler(logging.NullHandler())  # the services say what happens to NATS
+    options = stack.options
+    if options.workers_most <= options.workers_least:
+        await stack.failed()
+        return
+    follower = Follower(stack, options.workers_least, options.workers_most, say)
+    following = asyncio.create_task(follower.run(stack.bus_config("gateway"), options.served_model_name))
+    following.add_done_callback(lambda task: None if task.cancelled() else say(f"nothing is followed: {task.exception()!r}"))
+    try:
+        await stack.failed()
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)

@@ -20,6 +20,8 @@ COLUMNS = ("base model", "desired", "current", "starting", "needed", "requests/s
 
 AGAIN_S = 60.0
 """After a command that has not changed the number of workers."""
+CANNOT_RUN = 127
+"""The exit status that a shell gives a command which is not there."""
 
 
 @click.group(invoke_without_command=True)
@@ -73,7 +75,7 @@ def follow(url: str, base: str | None, every_s: float, command: tuple[str, ...])
       motet scale follow -- docker compose up -d --no-recreate --scale worker={desired}
       motet scale follow -- kubectl scale deployment/motet-worker --replicas={desired}
     """
-    follower = CommandFollower(command, lambda argv: subprocess.run(argv, check=False).returncode, click.echo)
+    follower = CommandFollower(command, run_command, click.echo)
     while True:
         follower.look(lambda: _told(url, base), now_s())
         time.sleep(every_s)
@@ -87,6 +89,15 @@ def _told(url: str, base: str | None) -> dict[str, Any]:
         names = ", ".join(one["base_model"] for one in found)
         raise click.UsageError(f"--base: {base or 'not given'}; this mesh serves {names}")
     return named[0]
+
+
+def run_command(argv: list[str]) -> int:
+    """Run a command; its exit status, or `CANNOT_RUN`."""
+    try:
+        return subprocess.run(argv, check=False).returncode
+    except OSError as error:
+        click.echo(f"{argv[0]}: {error.strerror}", err=True)
+        return CANNOT_RUN
 
 
 class CommandFollower:

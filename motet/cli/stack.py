@@ -189,6 +189,8 @@ class Stack:
         self._generation += 1
         names = [child.name for child in self.children]
         for name in sorted(names, key=lambda name: RESTART_ORDER.index(name.split("-")[0])):
+            if name not in [child.name for child in self.children]:  # a worker that could not start
+                continue
             say(f"{name}: restarting")
             if name == "nats":
                 await supervisor.bounce(name, ready_s=READY_S)
@@ -215,22 +217,29 @@ class Stack:
         """The workers that run or start; one that leaves is none of them."""
         return [child.name for child in self.children if child.name.startswith("worker")]
 
+    @property
+    def leaving(self) -> list[str]:
+        """The processes that drain."""
+        return self._supervisor.leaving if self._supervisor is not None else []
+
     async def grow(self, count: int) -> None:
         """Start workers until there are `count`; returns at once. A worker that cannot start goes again."""
         assert self._supervisor is not None and self._ready, "start() comes first"
         async with self._changing:
-            names = [f"worker-{i + 1}" for i in range(max(self.options.workers_most, count))]
-            free = [name for name in names if name not in self.workers]
+            leaving = [] if self.options.gpus else self._supervisor.leaving  # the GPU of one that leaves is not free yet
+            names = [f"worker-{i + 1}" for i in range(max(self.options.workers_most, count) + len(leaving))]
+            free = [name for name in names if name not in (*self.workers, *self._supervisor.leaving)]
             for name in free[: max(0, count - len(self.workers))]:
                 self._supervisor.add(self._service(name))
             self._write_facts()
 
     async def shrink(self, worker: str) -> None:
-        """Let a worker drain and stop, or the last one where this is none of them; its requests go on elsewhere."""
+        """Let a worker drain and stop in the background, or the last one where this is none of them."""
         assert self._supervisor is not None and self._ready, "start() comes first"
         async with self._changing:
             named = [name for name in (worker, worker.rpartition("-")[0]) if name in self.workers]  # one that was replaced
-            await self._supervisor.remove((named or self.workers)[-1], drain_s=self.options.drain_s + MARGIN_S)
+            for name in (named or self.workers)[-1:]:
+                await self._supervisor.remove(name, drain_s=self.options.drain_s + MARGIN_S)
             self._write_facts()
 
     async def failed(self) -> None:

@@ -15,8 +15,9 @@ Rules:
    loss.
 5. A request whose output is constrained to a grammar starts again without the tokens so far, or is ended.
 6. A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
-7. A new request that finds no worker is parked while one starts: it is submitted again when that one serves, for at most
-   `park_s`. Then it also waits for room, since requests that came first are not refused for those that came with them.
+7. A new request that finds no worker is parked while one starts: it is submitted again when that one serves, and not before,
+   for at most `park_s`. Then it also waits for room, since requests that came first are not refused for those that came with
+   them.
 
 `life.TRANSITIONS` are the phases. The live gateway (services/gateway/owner/owner.py) and the twin's run this code.
 """
@@ -176,9 +177,15 @@ class OwnerCore:
         place.serial += 1
         self._actions.append(Pause(owned, place.serial, pause_s))
 
+    def _pause_parked(self, owned: Owned, place: Search) -> None:
+        self._pause(owned, place, min(PARKED_PAUSE_S, max(place.until_s - self._now_s, BACKOFF_S[0])))
+
     def _pause_over(self, owned: Owned, serial: int) -> None:
         place = owned.place
         if place is not None and place.waits and place.serial == serial and owned.phase == "placing":
+            if owned.parked_s and self._now_s < place.until_s and self._mesh.coming():  # rule 7
+                self._pause_parked(owned, place)
+                return
             place.pause_s = min(place.pause_s * 2, BACKOFF_S[1])
             self._submit_again(owned, place)
 
@@ -228,7 +235,10 @@ class OwnerCore:
             owned.epoch += 1
             place.timeout_s = min(2 * place.timeout_s, SUBMIT_TIMEOUT_S[1])
         owned.excluded = [w for w in owned.excluded if w in owned.declined or not self._back(w)]
-        self._pause(owned, place, PARKED_PAUSE_S if parks else place.pause_s)
+        if parks:
+            self._pause_parked(owned, place)
+        else:
+            self._pause(owned, place, place.pause_s)
         if parks and not owned.parked_s:
             owned.parked_s = now_s
             self._actions.append(Parked(owned))
@@ -241,8 +251,10 @@ class OwnerCore:
                 place.until_s = self._now_s + place.patience_s  # its time counts when a worker serves
             return False
         parks = coming and why == "unavailable" and self._park_s > 0
-        if parks or owned.parked_s:
+        if parks or (owned.parked_s and why in ("overloaded", "late")):
             place.until_s = (owned.parked_s or self._now_s) + self._park_s
+        elif owned.parked_s:  # nothing starts any more
+            place.until_s = min(place.until_s, self._now_s + OPEN_PATIENCE_S)
         return parks
 
     def _back(self, worker_id: str) -> bool:

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from motet.policies.cluster.lost_workers import LostWorkers
+from motet.policies.cluster.lost_workers import HOPED_FOR, LostWorkers
 from motet.policies.cluster.worker_book import Known
-from motet.policies.scale.base_sizer import LOOK_S, BaseSizer, Seen
+from motet.policies.scale.base_sizer import LONG_AGO_S, LOOK_S, BaseSizer, Seen
 from motet.policies.scale.fleet_demand import BaseRates, FleetDemand
 from motet.policies.scale.need import Asked, Objective, Packed, typical
 from motet.policies.scale.sizing import SizingConfig
@@ -31,11 +31,15 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
 from motet.shared.telemetry import logger
+from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.wire.scale import Decision, Sized, Wake
 from motet.shared.wire.worker_state import WorkerNotice
 
 log = logger("motet.scheduler.sizer")
 STARTS_S = 1.0
+ASK_S = 1.0
+OLD_MS = 60_000  # a decision of this age says nothing about now
+ASLEEP = frozenset({"idle", "asleep"})
 WOKEN_S = 15.0  # so long the word that requests wait holds
 KEPT = 200  # decisions of a base model
 BASES_MAX = 64
@@ -50,6 +54,7 @@ class _Base:
     sizer: BaseSizer
     lost: LostWorkers
     starts: Starts = field(default_factory=Starts)
+    serving: frozenset[str] = frozenset()  # at the last look
     waiting: dict[str, tuple[float, int]] = field(default_factory=dict)  # gateway: when it said that so many requests wait
 
     def woken(self, now_s: float) -> int:
@@ -83,6 +88,16 @@ class FleetSizer:
         await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
         await self._bus.subscribe(subjects.SCALE, Sized, self._on_sized)
         await self._bus.subscribe(subjects.WAKE, Wake, self._on_wake)
+        await self._ask_for_decisions()
+
+    async def _ask_for_decisions(self) -> None:
+        """Those of a scheduler that is there already, so that a new one goes on with them and wakes nobody."""
+        with contextlib.suppress(MotetError):
+            reply = await self._bus.request(subjects.SCHEDULER_STATUS, StatusRequest(scale=True), StatusReply, timeout_s=ASK_S)
+            for decisions in reply.scale if isinstance(reply, ClusterStatus) else []:
+                if decisions and unix_ms() - decisions[-1].at_unix_ms < OLD_MS:
+                    for sized in decisions:
+                        self._on_sized(sized)
 
     def _on_notice(self, notice: WorkerNotice) -> None:
         base, now = self._base(notice.base_model), now_s()
@@ -93,11 +108,12 @@ class FleetSizer:
             base.starts.ended(notice.worker_id)
 
     def _on_wake(self, wake: Wake) -> None:
-        """The first one is looked at once; the others tell that requests still wait."""
+        """Looked at once, until somebody has decided that there should be a worker."""
         if wake.base_model not in self._bases and len(self._bases) >= BASES_MAX:
             return
         base, now = self._base(wake.base_model), now_s()
-        if not base.woken(now):
+        decided = self.decisions.get(wake.base_model)
+        if not decided or not decided[-1].decision.desired:
             self._woken.set()
         base.waiting[wake.gateway_id] = (now, wake.waiting)
 
@@ -133,9 +149,11 @@ class FleetSizer:
 
     def _watch_starts(self) -> None:
         now = now_s()
-        serving = {known.worker_id for known in self._cluster.serving(now)}
+        serving = self._cluster.serving(now)
+        for known in serving:
+            self._base(known.limits.base_model).lost.on_state(known.worker_id, known.incarnation)
         for base in self._bases.values():
-            base.starts.look(now, serving)
+            base.starts.look(now, {known.worker_id for known in serving})
 
     async def look(self) -> list[Sized]:
         """What all base models need now; decides nothing while another scheduler plans, but keeps the forecasts going."""
@@ -169,10 +187,25 @@ class FleetSizer:
             lead_s=round(seen.lead_s, 1),
         )
 
-    def _seen(self, name: str, base: _Base, asked: BaseRates, serving: list[Known], silent: Collection[str]) -> Seen:
-        now, state = now_s(), self._cluster.state
+    def _absent(self, base: _Base, serving: list[Known], leaving: Collection[str]) -> tuple[dict[str, float], dict[str, float]]:
+        """Workers that start, and those that vanished, each with the time; long ago for one that starts again and again."""
+        now, here = now_s(), frozenset(known.worker_id for known in serving)
         for known in serving:
             base.lost.on_state(known.worker_id, known.incarnation)
+        for gone in base.serving - here - set(leaving):
+            base.lost.on_lost(gone, now)
+        base.serving = here
+        starting, lost = dict[str, float](), dict[str, float]()
+        for one in base.lost.all(now):
+            found = starting if one.state == "loading" else lost
+            found[one.worker_id] = one.at_s if one.starts <= HOPED_FOR else LONG_AGO_S
+        return starting, lost
+
+    def _seen(self, name: str, base: _Base, asked: BaseRates, serving: list[Known], silent: Collection[str]) -> Seen:
+        now, state = now_s(), self._cluster.state
+        leaving = self._cluster.leaving(name)
+        starting, lost = self._absent(base, serving, leaving)
+        decided = self.decisions.get(name)
         missing = [f"the reports of {name}" for name in silent]
         if any("embeddings" in known.limits.capabilities for known in serving):
             missing.append(NO_LAW)
@@ -183,8 +216,11 @@ class FleetSizer:
             asked=Asked.of(asked),
             worker=typical([state.terms(known.worker_id) for known in serving]) if serving else None,
             ready={known.worker_id: float(known.limits.adapter_bytes_most - known.adapter_bytes_free) for known in serving},
-            starting={one.worker_id: one.at_s for one in base.lost.all(now) if one.state == "loading"},
-            leaving=list(self._cluster.leaving(name)),
+            starting=starting,
+            leaving=leaving,
+            lost=lost,
+            told=decided[-1].decision.desired if decided else 0,
+            slept=decided[-1].decision.reason in ASLEEP if decided else False,
             queued=float(state.table["queued"][rows].sum()),
             parked=base.woken(now),
             missing=missing,

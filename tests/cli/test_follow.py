@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -80,6 +82,20 @@ async def test_after_a_worker_that_could_not_start_the_next_try_waits(monkeypatc
     assert hands.names == ["w0", "w1"]
 
 
+def test_the_log_of_a_followers_connection_does_not_come_between_the_lines_of_progress() -> None:
+    """NATS that is away for four minutes made 154 lines "bus error". Outside pytest, whose handlers take such lines."""
+    program = """
+import asyncio
+from types import SimpleNamespace
+from motet.cli.follow import followed
+from motet.shared.telemetry import logger
+async def failed(): logger("motet.bus").warning("bus error")
+asyncio.run(followed(SimpleNamespace(options=SimpleNamespace(workers_most=0, workers_least=0), failed=failed), print))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stderr == ran.stdout == ""
+
+
 def told(desired: int, current: int) -> dict[str, Any]:
     return {"base_model": "demo", "desired": desired, "current": current, "leaves": "worker-2", "reason": "up"}
 
@@ -119,6 +135,14 @@ def test_while_nobody_answers_nothing_is_run_and_it_is_said_once() -> None:
     follower.look(silent, 2.0)
     (once,) = said
     assert "the gateway is away" in once
+
+
+def test_a_command_that_cannot_be_run_is_told_and_tried_again() -> None:
+    said = list[str]()
+    follower = CommandFollower(["/nowhere/kubectl", "{desired}"], scale.run_command, said.append)
+    follower.look(lambda: told(3, 2), 0.0)
+    follower.look(lambda: told(3, 2), AGAIN_S)
+    assert [line for line in said if line.startswith(f"exit status {scale.CANNOT_RUN}")] == said[1::2] and len(said) == 4
 
 
 def test_where_a_mesh_has_several_base_models_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from motet.policies.cluster.lost_workers import LostWorkers
 from motet.policies.cluster.worker_book import Holdings, WorkerBook
 from motet.policies.owner.workers_seen import WorkersSeen
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.clock import now_s
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import MotetError
 from motet.shared.telemetry import logger
+from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.wire.scale import Reason, Sized
 from motet.shared.wire.worker_state import WorkerNotice, WorkerState
 
 log = logger("motet.gateway.fleet")
 ASLEEP: frozenset[Reason] = frozenset({"idle", "asleep", "woken"})
+ASK_S = 2.0
 SIZED_S = 60.0  # a decision of this age says nothing about now
 
 
@@ -36,6 +40,15 @@ class Fleet:
         await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
         await self._bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
         await self._bus.subscribe(subjects.SCALE, Sized, self._on_sized)
+        self._bus.spawn(self._ask_for_decision())
+
+    async def _ask_for_decision(self) -> None:
+        """Ask for the last one: until the next nobody here knows that a base model sleeps, and requests are refused."""
+        with contextlib.suppress(MotetError):
+            reply = await self._bus.request(subjects.SCHEDULER_STATUS, StatusRequest(scale=True), StatusReply, timeout_s=ASK_S)
+            for decisions in reply.scale if isinstance(reply, ClusterStatus) and self._sized is None else []:
+                if decisions and unix_ms() - decisions[-1].at_unix_ms < SIZED_S * 1000:
+                    self._on_sized(decisions[-1])
 
     def _on_sized(self, sized: Sized) -> None:
         if sized.base_model == self.base_model:
@@ -75,12 +88,15 @@ class Fleet:
 
     def coming(self) -> bool:
         """Whether no worker serves, but one loads its model, which takes minutes for a large model, or is started on demand."""
-        return not self.workers() and (self.lost.loading(now_s()) or self.asleep())
+        return not self.workers() and (self.lost.loading(now_s()) or self.asleep() or (self._slept and self._decided()))
+
+    def _decided(self) -> bool:
+        """Whether schedulers tell how many workers there should be, so that a word that requests wait brings one."""
+        return self._sized is not None and now_s() - self._sized_s < SIZED_S
 
     def asleep(self) -> bool:
         """Whether there is no worker since nobody asked for so long: the next request has one started."""
-        sized = self._sized
-        told = sized is not None and sized.decision.reason in ASLEEP and now_s() - self._sized_s < SIZED_S
+        told = self._sized is not None and self._decided() and self._sized.decision.reason in ASLEEP
         asleep = told and not self.workers()
         self._slept = self._slept or asleep
         return asleep

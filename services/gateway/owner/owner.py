@@ -180,6 +180,11 @@ class Owner:
         """The number of owned sequences."""
         return len(self._core.active)
 
+    @property
+    def parked(self) -> int:
+        """The number of new requests that wait for a first worker."""
+        return len(self._parked)
+
     def streams(self) -> Collection[Stream]:
         """The streams that have not ended."""
         return cast(Collection[Stream], self._core.active.values())
@@ -425,7 +430,7 @@ class Owner:
 
     def _wake(self) -> None:
         """While nobody serves, say how many requests wait: new ones, and those of a worker that has left."""
-        if self._fleet.asleep() and (waiting := sum(one.phase == "placing" for one in self._core.active.values())):
+        if self._fleet.coming() and (waiting := sum(one.phase == "placing" for one in self._core.active.values())):
             self._parked.wake(waiting)
 
     def _tell_opener(self, stream: Stream) -> None:

@@ -31,6 +31,9 @@ class ParkedRequests:
         self._streams: set[Stream] = set()
         self._woke_s = 0.0
 
+    def __len__(self) -> int:
+        return len(self._streams)
+
     def add(self, stream: Stream) -> None:
         """Park a stream. Raises Unavailable where there is no room for its tenant."""
         if not self._shares.take(stream.job.tenant, 1):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from motet.policies.plan.capacity import Limits
+from motet.policies.plan.capacity import Limits, StepLaw
 from motet.policies.plan.demand import Demand
 from motet.policies.plan.fleet import Kind, Packing
-from motet.policies.plan.packing import pack
+from motet.policies.plan.packing import Procedure, pack
 from motet.policies.scale import need
 from motet.policies.scale.fleet_demand import AdapterShare, BaseRates
 from motet.policies.scale.need import ROWS_MAX, Asked, Objective, Packed, kind_of, typical
@@ -99,54 +100,43 @@ def test_while_nobody_asks_the_lengths_are_the_last_that_were_seen() -> None:
 
 
 def test_an_answer_counts_for_a_minute_for_loads_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    packings: list[int] = []
-
-    def counted(demand: Demand, kind: Kind) -> Packing:
-        packings.append(1)
-        return pack(demand, [kind])
-
-    monkeypatch.setattr(need, "_pooled", counted)  # private: how often it packs
+    packed_for = watched(monkeypatch)
     needs = packed(asked(3, 10.0))
     for at_s, requests_s, expected in ((0.0, 10.0, 1), (15.0, 10.1, 1), (30.0, 14.0, 2), (59.0, 10.0, 2), (61.0, 10.0, 3)):
         needs.know(Asked.of(asked(3 + round(at_s), requests_s)), (LIMITS, PERF), at_s)
         needs(Rates(requests_s, 300.0 * requests_s))
-        assert len(packings) == expected, at_s
+        assert len(set(packed_for)) == expected, at_s
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float, StepLaw]]:
+    """What is packed from now on: adapters, requests/s and step times."""
+    found: list[tuple[int, float, StepLaw]] = []
+
+    def counted(demand: Demand, kinds: Sequence[Kind], *, procedure: Procedure) -> Packing:
+        found.append((len(demand), round(demand.total_rate, 6), kinds[0].settings.steps))
+        return pack(demand, kinds, procedure=procedure)
+
+    monkeypatch.setattr(need, "pack", counted)
+    return found
 
 
 def test_a_load_between_two_that_need_as_many_workers_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[float] = []
-
-    def counted(demand: Demand, kind: Kind) -> Packing:
-        loads.append(demand.total_rate)
-        return pack(demand, [kind])
-
-    monkeypatch.setattr(need, "_pooled", counted)  # private: how often it packs
+    packed_for = watched(monkeypatch)
     needs = packed(asked(3, 10.0))
     few, many, between = (needs(Rates(rate, 300.0 * rate)).workers for rate in (1.0, 2.0, 1.5))
-    assert few == many == between == 1 and len(loads) == 2
+    assert few == many == between == 1 and len(set(packed_for)) == 2
     assert needs(Rates(90.0, 300.0 * 90.0)).workers > 1
-    assert needs(Rates(30.0, 300.0 * 30.0)).workers >= 1 and len(loads) == 4
+    assert needs(Rates(30.0, 300.0 * 30.0)).workers >= 1 and len(set(packed_for)) == 4
 
 
 def test_an_answer_counts_for_as_long_as_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: list[Kind] = []
-
-    def counted(demand: Demand, kind: Kind) -> Packing:
-        kinds.append(kind)
-        return pack(demand, [kind])
-
-    monkeypatch.setattr(need, "_pooled", counted)  # private: how often it packs
+    packed_for = watched(monkeypatch)
     needs, slower = packed(asked(3, 10.0)), replace(PERF, decode_base_ms=50.0)
-    for at_s, perf, expected in (
-        (900.0, PERF, 1),
-        (1800.0, PERF, 1),
-        (1801.0, slower, 2),
-        (1830.0, PERF, 2),
-        (1900.0, PERF, 3),
-    ):
+    for at_s, perf, again in ((900.0, PERF, True), (1800.0, PERF, False), (1801.0, slower, True), (1830.0, PERF, False)):
+        before = len(packed_for)
         needs.know(Asked.of(asked(3, 10.0)), (LIMITS, perf), at_s)
         needs(Rates(10.0, 3000.0))
-        assert len(kinds) == expected, at_s
+        assert (len(packed_for) > before) == again, at_s
 
 
 def test_the_kind_is_the_most_common_one_with_the_middle_step_times() -> None:
