@@ -43,7 +43,7 @@ OBJECTIVE = Objective(ttft_slo_ms=2000.0, tpot_slo_ms=100.0)
 TOKENS = 200  # of a prompt, and of an answer
 RANKS, MIB_PER_RANK = (8, 16, 32, 64), 0.625
 ADAPTERS, QUICK_ADAPTERS = 12, 8
-MEAN, QUICK_MEAN = 12.0, 5.0  # requests/s of maf
+MEAN, QUICK_MEAN = 12.0, 4.0  # requests/s of maf
 PEAK, QUICK_PEAK = 24.0, 12.0  # of images
 TUNE_SEED, SEED = 1, 2
 TWIN_MINUTES = 60
@@ -98,7 +98,7 @@ def _days(args: argparse.Namespace) -> list[Day]:
     if args.azure is not None:
         minutes = np.bincount((read_trace(args.azure).arrival_s // 60.0).astype(np.int64)).astype(np.float64)
         days.append(_day("azure", minutes[:-1], mean=mean))  # its last minute is not whole
-    return days or [made(mean, minutes=360 if args.quick else 1440)]
+    return days or [made(mean, minutes=240 if args.quick else 1440)]
 
 
 def _day(name: str, rate: Floats, *, mean: float = 0.0, peak: float = 0.0) -> Day:

@@ -185,5 +185,5 @@ def rivals(law: Law, peak: int, *, quick: bool = False) -> dict[str, Settings]:
         },
     }
     if quick:
-        return {name: dict(list(settings.items())[:: len(settings) // 4]) for name, settings in found.items()}
+        return {name: dict(list(settings.items())[:: len(settings) // 2]) for name, settings in found.items()}
     return found

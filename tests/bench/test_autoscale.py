@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from bench.autoscale import QUICK_ADAPTERS, QUICK_MEAN, law_of, made, motet
+from bench.autoscale import QUICK_ADAPTERS, law_of, made, motet
 from bench.autoscale_parts import AGAIN_S, START_S, Day, Fleet, Law, View, oracle_looks, simulate
 from bench.autoscale_rivals import Fixed, ForecastCeil, Hpa, waiting
 from bench.autoscale_twin import in_twin
@@ -87,7 +87,7 @@ def test_a_forecast_through_five_intervals_goes_on_along_their_line() -> None:
 
 
 def test_motet_reaches_the_goal_on_a_made_day_for_less_than_the_peak_all_day(law: Law) -> None:
-    day = made(QUICK_MEAN, minutes=360)
+    day = made(5.0, minutes=360)
     ours = simulate(law, day, motet(law), seed=1)
     peak = simulate(law, day, Fixed(law.needed(float(day.rate.max()))), seed=1)
     assert ours.attainment >= 0.99 and ours.flaps == 0
