@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import report
+from bench import images_arrivals, report
 from motet.shared.clock import now_s
 
 STEPS, GUIDANCE = 15, 2.0
@@ -63,10 +63,21 @@ class Way:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all", help="what to measure")
+    parser.add_argument("--arrivals", action="store_true", help="the order of steps, in the twin (bench.images_arrivals)")
+    parser.add_argument(
+        "--live-vs-twin", action="store_true", help="a live worker and the twin of its profile (bench.images_live)"
+    )
+    parser.add_argument("--trace", type=Path, help="requests of GenTD26 for --arrivals; without it they are drawn")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print the tables, return the figures."""
+    if args.arrivals:
+        return images_arrivals.run(args)
+    if args.live_vs_twin:
+        from bench import images_live
+
+        return images_live.run(args)
     warnings.filterwarnings("ignore")
     from diffusers.utils import logging as said
 

@@ -63,6 +63,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttft_slo_ms: float = 2000.0
     tpot_slo_ms: float = 200.0
     e2e_slo_ms: float = 0.0  # the whole answer, 0: none
+    e2e_is_timeout: bool = False  # nobody asked for `e2e_slo_ms`: after it the answer is in vain, before it no sooner is better
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,6 +136,7 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     format: PictureFormat = "png"
     quality: int = 90  # 1 to 100, of "jpeg" and "webp"
     index: int = 0  # which of the request's n pictures; `SamplingParams.seed` is this picture's own
+    pictures: int = 1  # n
     metadata: bool = False  # prompt, seed and adapters are written into the file
     state: bytes = b""  # a checkpoint to continue from (`StreamItem.state`)
     state_step: int = 0  # steps that `state` has behind it
@@ -152,7 +154,12 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def rows(self) -> float:
         """What the picture adds to a step, in rows of 512 x 512 pixels without guidance."""
-        return (2 if self.guided else 1) * self.width * self.height / (512 * 512)
+        return (2 if self.guided else 1) * self.area
+
+    @property
+    def area(self) -> float:
+        """The picture's, in those of 512 x 512 pixels."""
+        return self.width * self.height / (512 * 512)
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -252,6 +259,7 @@ class PictureBrief(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     rows: float  # what it adds to a step
     more: tuple[str, ...] = ()  # digests of its adapters after the first
+    area: float = 0.0  # of the picture, in those of 512 x 512 pixels; 0 for unknown
 
 
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):
@@ -320,6 +328,7 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     A copy to the device takes load_base_ms + load_ms_per_mib * MiB; no step runs meanwhile, unless the worker copies
     beside its steps.
     KV blocks from another worker take kv_base_ms + kv_ms_per_mib * MiB, beside its steps; 0 for unknown.
+    After its last step a picture is decoded, in finish_ms for each 512 x 512 pixels; no denoising step runs meanwhile.
     """
 
     kernel: Literal["bgmv", "mbgmv"] = "mbgmv"
@@ -335,6 +344,7 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     fetch_ms_per_mib: float = 0.0
     kv_base_ms: float = 0.0
     kv_ms_per_mib: float = 0.0
+    finish_ms: float = 0.0
 
 
 _Ms = Annotated[float, Meta(ge=0)]
@@ -355,6 +365,36 @@ class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pair_ms: _Ms  # per token that a prefill row attends to
     prefill_spread: tuple[_Ms, ...] = ()  # quantiles, in even steps, of actual to expected time of steps with prefills; none: 1
     r2: float  # coefficient of determination
+
+
+class ImageSizeSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of an image engine's steps for pictures of one size, in milliseconds, without adapters."""
+
+    height: _Rows  # of the latents, as `width`
+    width: _Rows
+    text_tokens: _Rows
+    rows: Annotated[tuple[_Rows, ...], Meta(min_length=1)]  # of a denoising step, ascending
+    step_ms: Annotated[tuple[_Ms, ...], Meta(min_length=1)]  # at each of `rows`
+    decode_ms: _Ms  # of a decoding step
+    decode_picture_ms: _Ms  # and for each of its pictures
+
+
+class ImageSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of an image engine's steps, in milliseconds (`policies.times.image_fit`), and the rows that memory allows."""
+
+    sizes: Annotated[tuple[ImageSizeSteps, ...], Meta(min_length=1)]
+    encode_ms: _Ms  # of an encoding step
+    encode_request_ms: _Ms  # and for each of its requests
+    rank_ms: _Ms = 0.0  # of a denoising step: for each row of 512 x 512 pixels and rank of its adapters
+    adapter_ms: _Ms = 0.0  # and for each different adapter
+    latent_px: _Rows = 8  # pixels for each position of the latents, in each direction
+    rows_max: _Rows = 64  # of a denoising step
+    area_max: _Rows = 8 * 64 * 64  # of a denoising step, in positions of the latents of all rows
+    r2: float = 1.0  # coefficient of determination of denoising steps
+
+    def rows_most(self, area: int) -> int:
+        """The most rows of a denoising step whose latents have `area` positions."""
+        return max(1, min(self.rows_max, self.area_max // area))
 
 
 class TensorDigest(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from motet.shared.json_files import FileError, line_of, read_versioned
-from motet.shared.model import EngineSteps, PerfModel, WorkerLimits
+from motet.shared.model import EngineSteps, ImageSteps, PerfModel, WorkerLimits
 from motet.shared.worker_options import WorkerOptions
 
 VERSION = 1
@@ -64,6 +64,7 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     gb_per_s: Annotated[float, Meta(gt=0, le=1e5)]
     layers: _Count
+    drag: Annotated[float, Meta(ge=0, le=1)] = 0.0  # how much longer steps take beside a copy, as a share of its time
     assist_processes: Annotated[int, Meta(ge=0)] = 0
     assist_mib_ms: _Ms = 0.0  # a core's time to read one MiB of adapter, over all layers
     assist_mib_row_ms: _Ms = 0.0  # and for each row of it
@@ -98,6 +99,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fit: FitFacts | None = None
     steps: Steps = Steps()
     engine_steps: EngineSteps | None = None  # simulated by instead of `perf` and `steps`, where there
+    images: ImageSteps | None = None  # of a worker that draws pictures: simulated by instead of all three
     engine: WorkerOptions = WorkerOptions()
     storage: StorageTimes = StorageTimes()
     hops: Hops = Hops()
@@ -130,6 +132,7 @@ def _check(path: Path, text: str, profile: Profile) -> None:
                 raise FileError(path, line_of(text, field), field, f"{value} is not a finite number from {least:g} up")
     if profile.perf.decode_base_ms + profile.perf.decode_row_ms <= 0 or profile.perf.prefill_token_ms <= 0:
         raise FileError(path, line_of(text, "perf"), "perf", "a decode step and a prefill token must take some time")
+    _check_images(path, text, profile.images)
     if (steps := profile.engine_steps) is not None:
         for reason, bad in (
             ("as many numbers as in rows are expected", len(steps.pass_ms) != len(steps.rows)),
@@ -145,6 +148,17 @@ def _check(path: Path, text: str, profile: Profile) -> None:
             raise FileError(path, line_of(text, field), field, "none, or two and more positive finite numbers that ascend")
         if _falls(steps.rows) or len({*steps.rows}) < len(steps.rows):
             raise FileError(path, line_of(text, "engine_steps.rows"), "engine_steps.rows", "rows must ascend")
+
+
+def _check_images(path: Path, text: str, images: ImageSteps | None) -> None:
+    for at, size in enumerate(images.sizes if images is not None else ()):
+        field = f"images.sizes[{at}]"
+        if len(size.rows) != len(size.step_ms) or _falls(size.rows) or len({*size.rows}) < len(size.rows):
+            raise FileError(
+                path, line_of(text, "images.sizes"), f"{field}.rows", "as many as in step_ms are expected, ascending"
+            )
+        if not all(0 < ms < float("inf") for ms in size.step_ms):
+            raise FileError(path, line_of(text, "images.sizes"), f"{field}.step_ms", "positive finite numbers are expected")
 
 
 def _falls(values: Sequence[float]) -> bool:

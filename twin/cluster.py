@@ -19,7 +19,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from motet.policies.cluster.candidates import Ask
-from motet.policies.cluster.describe import brief_of
+from motet.policies.cluster.describe import brief_of, picture_brief
 from motet.policies.cluster.dispatch import Decision
 from motet.policies.cluster.migration_plan import Plan
 from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer, Rebalancing
@@ -28,7 +28,7 @@ from motet.shared.model import RequestBrief
 from motet.shared.wire.worker_state import WorkerState
 from motet.twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from motet.twin.metrics import Metrics, summary
-from motet.twin.run import Live
+from motet.twin.run import AnyLive
 from motet.twin.scheduler import Scheduler, SchedulerSpec
 from motet.twin.travel import Source
 from motet.twin.worker import Worker
@@ -82,16 +82,17 @@ class _Attempt:
     ask: Ask
     epoch: int
     predicted_tokens: int
-    before: Live | None = None  # as another worker handed it over
+    before: AnyLive | None = None  # as another worker handed it over
 
     def brief(self) -> RequestBrief:
         """The request as this attempt describes it."""
         return _brief(self.request, self.predicted_tokens, self.epoch, self.before)
 
 
-def _brief(request: Request, predicted_tokens: int, epoch: int, before: Live | None) -> RequestBrief:
+def _brief(request: Request, predicted_tokens: int, epoch: int = 0, before: AnyLive | None = None) -> RequestBrief:
     produced = before.length - request.prompt_tokens if before is not None else 0
-    return brief_of(request, predicted_tokens=predicted_tokens, epoch=epoch, output_tokens=produced)
+    brief = brief_of(request, predicted_tokens=predicted_tokens, epoch=epoch, output_tokens=produced)
+    return brief if request.image is None else picture_brief(brief, request.image, request.weighted)
 
 
 class Cluster:
@@ -203,14 +204,14 @@ class Cluster:
     def _arrive(self, request: Request) -> None:
         self._next_arrival()
         if not self.schedulers:
-            if self.workers[0].assign(request, brief_of(request, predicted_tokens=self._predict(request))):
+            if self.workers[0].assign(request, _brief(request, self._predict(request))):
                 self.metrics.worker[request.index] = 0
             else:
                 self._refuse(request)
             return
         self._place(self._attempt(request))
 
-    def _attempt(self, request: Request, before: Live | None = None, *, has_kv: bool = False) -> _Attempt:
+    def _attempt(self, request: Request, before: AnyLive | None = None, *, has_kv: bool = False) -> _Attempt:
         """A request comes to its scheduler, for the first time or after `before`."""
         scheduler, now_s = self.schedulers[self._turn[request.index]], self.events.now_s
         produced = before.length - request.prompt_tokens if before is not None else 0
@@ -261,7 +262,7 @@ class Cluster:
             fetch = fetch and worker.spec.options.prefix_cache
             worker.give(request_id, lambda live: self._handed(live, to, fetch))
 
-    def _handed(self, live: Live, to: str, fetch: bool) -> None:
+    def _handed(self, live: AnyLive, to: str, fetch: bool) -> None:
         self.metrics.moves += 1
         attempt = self._attempt(live.request, live, has_kv=fetch)
         named = attempt.scheduler.core.named(attempt.ask, to, self.events.now_s)
@@ -303,7 +304,7 @@ class Cluster:
         self.metrics.refused[request.index] = True
         self.unfinished -= 1
 
-    def _on_end(self, worker: Worker, live: Live) -> None:
+    def _on_end(self, worker: Worker, live: AnyLive) -> None:
         self.unfinished -= 1
         for scheduler in self.schedulers:
             scheduler.observe(live.request)

@@ -8,7 +8,7 @@ device (`twin.link`), and changes of the weights (`twin.merged_steps`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from motet.twin.events import STEP, Events, to_ps
 from motet.twin.link import Copies
 from motet.twin.merged_steps import MergedSteps
 from motet.twin.metrics import Metrics
-from motet.twin.run import Live, Run
+from motet.twin.run import AnyLive, Live, Run
 from motet.twin.steps import Batch
 from motet.twin.worker_spec import WorkerSpec
 
@@ -42,10 +42,10 @@ class Shell(Protocol):
     def report(self, stepped: Stepped) -> None:
         """Something happened between two steps."""
 
-    def drew(self, lives: list[Live]) -> None:
+    def drew(self, lives: Sequence[AnyLive]) -> None:
         """These requests have drawn a token in each step of the run."""
 
-    def ended(self, lives: list[Live]) -> None:
+    def ended(self, lives: Sequence[AnyLive]) -> None:
         """These requests have drawn their last token."""
 
     def between_steps(self) -> None:

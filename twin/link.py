@@ -30,6 +30,11 @@ class LinkModel:
     assist: AssistRates | None = None
     drag: float = 0.0
 
+    def dragged_ps(self, step_ps: int, queued_ps: int) -> int:
+        """The time of a step beside copies that take `queued_ps`."""
+        longest_ps = round(step_ps / (1 - self.drag)) if self.drag < 1 else FOREVER_PS
+        return min(step_ps + round(self.drag * queued_ps), longest_ps)
+
 
 @dataclass(slots=True)
 class _Copying:
@@ -144,10 +149,7 @@ class Copies:
         if cold is None or not loading:
             return warm_ps
         if model.drag:
-            warm_ps = min(
-                warm_ps + round(model.drag * self.link.queued_ps),
-                round(warm_ps / (1 - model.drag)) if model.drag < 1 else FOREVER_PS,
-            )
+            warm_ps = model.dragged_ps(warm_ps, self.link.queued_ps)
         mib_rows, sizes, assisted, overlapped = 0.0, dict[str, float](), dict[str, Copy](), dict[str, Copy]()
         for live in lives:
             digest = live.adapter

@@ -6,7 +6,7 @@ Definitions, as in the papers. Times of a request are counted from its arrival:
     TPOT  (E2E - TTFT) / (output tokens - 1)      time per token  E2E / output tokens (CaraServe section 7)
     ITL   every gap between two tokens of a request, pooled over all requests
 
-A request attains its SLO when it finished with TTFT and TPOT within its objectives. Refused and unfinished requests attain
+A request attains its SLO when it finished with TTFT, TPOT and E2E within its objectives. Refused and unfinished requests attain
 nothing. Starved: less than 90% of the incoming tokens were served (adapter-caching paper, section 8).
 """
 
@@ -151,7 +151,8 @@ def summary(workload: Workload, metrics: Metrics, *, end_s: float, busy_s: float
     rows = times.rows
     in_ttft, in_tpot = within(workload, rows, times.ttft_ms, times.tpot_ms)
     attained = np.zeros(len(workload), bool)
-    attained[rows] = in_ttft & in_tpot
+    e2e_goals_ms = np.array([slo.e2e_slo_ms or np.inf for slo in slos])[workload.objective[rows]]
+    attained[rows] = in_ttft & in_tpot & (times.e2e_ms <= e2e_goals_ms)
     n = max(1, len(workload))
     incoming = workload.prompt_tokens + workload.output_tokens
     served = np.zeros(len(workload), np.int64)

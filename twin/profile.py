@@ -14,7 +14,7 @@ from motet.twin.link import LinkModel
 from motet.twin.memory import LLAMA2_7B
 from motet.twin.steps import A10_MBGMV, Link, MeasuredSteps, PerfSteps
 from motet.twin.storage import StorageModel
-from motet.twin.worker_spec import MergedCopyModel, WorkerSpec
+from motet.twin.worker_spec import ImageSpec, MergedCopyModel, WorkerSpec
 
 MIB = 1 << 20
 
@@ -46,6 +46,7 @@ class TwinProfile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fie
             if self.merge is None
             else MergedCopyModel(size_bytes=round(self.merge.copy_mib * MIB), mib_ms=self.merge.mib_ms),
             link=None if self.link is None else _link(self.link),
+            images=None if self.images is None else ImageSpec(steps=self.images),
         )
 
 
@@ -61,7 +62,7 @@ def _link(facts: profile.LinkFacts) -> LinkModel:
             core_share=facts.assist_core_share,
             relief=facts.assist_relief,
         )
-    return LinkModel(bytes_per_s=facts.gb_per_s * 1e9, layers=facts.layers, assist=assist)
+    return LinkModel(bytes_per_s=facts.gb_per_s * 1e9, layers=facts.layers, assist=assist, drag=facts.drag)
 
 
 A10_BYTES = 24_000_000_000
@@ -91,9 +92,12 @@ def a10_llama2_7b() -> TwinProfile:
 
 
 def read_profile(path: Path) -> TwinProfile:
-    """The profile in a file. Raises FileError naming the line and the field, also for a worker that draws pictures."""
+    """The profile in a file. Raises FileError naming the line and the field."""
     read = profile.read_profile(path, TwinProfile)
-    if read.limits.engine == "images" or "draws" in read.limits.capabilities:
-        line = line_of(path.read_text(encoding="utf-8"), "limits.engine")
-        raise FileError(path, line, "limits.engine", "it draws pictures; only workers that generate text are simulated")
+    draws = read.limits.engine == "images" or "draws" in read.limits.capabilities
+    for field, missing in (("images", read.images is None), ("link", read.link is None)):
+        if draws and missing:
+            raise FileError(
+                path, line_of(path.read_text(encoding="utf-8"), field), field, "expected of a worker that draws pictures"
+            )
     return read

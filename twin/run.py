@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from motet.policies.step.batch_state import Sequence, StepPlan
+from motet.policies.step.image_batch import ImageSequence
 from motet.shared.model import RequestBrief
 from motet.twin.steps import Batch, elapsed_ps, steps_within
 from motet.twin.workload import Request
@@ -31,6 +32,31 @@ class Live(Sequence):
     decoding: bool = False
     last_token_ps: int = -1  # of the first token, and of the last one before a preemption or a move
     rested_ps: int = -1  # when it began to rest, since another adapter is merged
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Drawn(ImageSequence):
+    """A request inside an image engine."""
+
+    request: Request
+    brief: RequestBrief  # as the view shows it
+    row_ranks: float  # its rows of 512 x 512 pixels, times the ranks of its adapters
+    last_token_ps: int = -1  # of its latest output position
+    complete: bool = False  # its picture is decoded
+
+    @property
+    def length(self) -> int:
+        """The tokens of its prompt, and its output positions so far: its steps, and the picture."""
+        return self.request.prompt_tokens + self.step + self.complete
+
+    @property
+    def end_length(self) -> int:
+        """Its length at its end."""
+        return self.request.prompt_tokens + self.steps + 1
+
+
+AnyLive = Live | Drawn
+"""A request inside an engine of either kind."""
 
 
 class Run(msgspec.Struct, eq=False):

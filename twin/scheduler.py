@@ -22,6 +22,8 @@ from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
 from motet.twin.content import prefix_keys
 from motet.twin.workload import Request
 
+DRAWS = {"draws": "prompt"}
+"""What a request for a picture needs, and the field that asks for it."""
 ADAPTERS = 4096  # length histograms kept
 
 
@@ -62,7 +64,7 @@ class Scheduler:
 
     def predict(self, request: Request, produced: int = 0) -> int:
         """Expected output tokens, of which `produced` are there."""
-        if self.spec.oracle_lengths:
+        if self.spec.oracle_lengths or request.image is not None:
             return request.output_tokens
         most = self.spec.max_tokens
         expected = self._lengths.expected_tokens(request.adapter.digest, most)
@@ -72,7 +74,17 @@ class Scheduler:
         """A request came: the question which worker takes it. `has_kv`: its blocks come from where it has moved."""
         adapter = request.adapter if request.adapter.digest else None
         keys = tuple(prefix_keys(request, size) for size in sorted(self._block_sizes))
-        return self.core.ask(brief, now_s, base_model=self._base_model, adapter=adapter, prefix_keys=keys, has_kv=has_kv)
+        return self.core.ask(
+            brief,
+            now_s,
+            base_model=self._base_model,
+            adapter=adapter,
+            more=request.more,
+            e2e_slo_ms=request.slo.e2e_slo_ms,
+            prefix_keys=keys,
+            needs=DRAWS if request.image is not None else {},
+            has_kv=has_kv,
+        )
 
     def mean_tokens(self) -> float:
         """The average output length so far."""

@@ -169,7 +169,7 @@ def read_lengths(path: Path) -> Lengths:
 def _azure(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
     columns = [
         (
-            _date(path, at, row, "TIMESTAMP"),
+            date(path, at, row, "TIMESTAMP"),
             whole(path, at, row, "ContextTokens", 1),
             whole(path, at, row, "GeneratedTokens", 1),
         )
@@ -204,7 +204,7 @@ def _gentd26(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
     times, names = [], []
     for at, row in rows:
         if row["gmt_create"]:
-            times.append(_date(path, at, row, "gmt_create"))
+            times.append(date(path, at, row, "gmt_create"))
             names.append(text(path, at, row, "lora_ids").split(";")[0])
     return _sorted(times, names=names)
 
@@ -402,7 +402,7 @@ def text(path: Path, at: int, row: Row, name: str) -> str:
     return value
 
 
-def _date(path: Path, at: int, row: Row, name: str) -> float:
+def date(path: Path, at: int, row: Row, name: str) -> float:
     """The seconds of a date and time."""
     value = text(path, at, row, name)
     try:

@@ -8,7 +8,8 @@ with the engine (`twin.engine`) and the links from disk and object store (`twin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -41,8 +42,9 @@ from motet.shared.wire.worker_state import WorkerDelta, WorkerSnapshot
 from motet.twin.content import NO_CONTENT, content
 from motet.twin.engine import Engine
 from motet.twin.events import PS_PER_S, STEP, Events
+from motet.twin.image_engine import ImageEngine, drawn
 from motet.twin.metrics import Metrics
-from motet.twin.run import Live
+from motet.twin.run import AnyLive, Live
 from motet.twin.storage import Storage
 from motet.twin.travel import Source, Travels
 from motet.twin.worker_spec import WorkerSpec
@@ -67,19 +69,19 @@ class Worker:
         adapters: Mapping[str, AdapterRef],
         *,
         on_change: Callable[[Worker], None],
-        on_end: Callable[[Worker, Live], None],
-        on_tokens: Callable[[Worker, list[Live]], None] | None = None,
+        on_end: Callable[[Worker, AnyLive], None],
+        on_tokens: Callable[[Worker, Sequence[AnyLive]], None] | None = None,
         incarnation: str = "",
     ) -> None:
         limits = replace(spec.limits, prefix_cache="tenant" if spec.options.prefix_cache else "")
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
         self._on_tokens = on_tokens
-        self.engine = Engine(spec, events, metrics, self, seed=index)
+        self.engine: Any = _engine(spec, events, metrics, self, seed=index)
         if on_tokens is not None:
             self.engine.max_run = 1
         self.view = View(self.worker_id, incarnation, limits)
-        self.core: WorkerCore[Live] = worker_core(
+        self.core: WorkerCore[AnyLive] = worker_core(
             self.view, spec.options, host_bytes=spec.storage.host_bytes, disk_bytes=spec.storage.disk_bytes
         )
         self.storage = Storage(spec.storage, events, self._loaded)
@@ -89,14 +91,14 @@ class Worker:
         self._ticks = False
         self.travels = Travels(self.worker_id, spec, events, self.engine, self._fetched)
         self._sources: dict[Key, Source] = {}  # of requests that are to fetch KV blocks
-        self._landing: list[tuple[Entry[Live], int]] = []  # requests whose KV blocks have come, and how many have
+        self._landing: list[tuple[Entry[Any], int]] = []  # requests whose KV blocks have come, and how many have
         if spec.options.foresight != "off":
             self._tick(TICK_PS)
 
     # ---- requests
 
     def assign(
-        self, request: Request, brief: RequestBrief, before: Live | None = None, *, source: Source | None = None
+        self, request: Request, brief: RequestBrief, before: AnyLive | None = None, *, source: Source | None = None
     ) -> bool:
         """Accept a request, or refuse it for lack of room: in the queue, or for so many tokens at all.
 
@@ -105,11 +107,32 @@ class Worker:
         """
         if request.prompt_tokens >= self._max_length:
             return False
+        now_s = self._events.now_s
+        live = self._live(request, brief, before)
+        fetch = False
+        if source is not None and isinstance(live, Live):
+            blocks = self.travels.blocks(source, live)
+            fetch = blocks.end > blocks.first
+            if fetch:
+                self._sources[brief.request_id, brief.epoch] = source
+        actions = self.core.on(Assign(brief, "", request.adapters, live, fetch), now_s)
+        first = actions[0] if actions else None
+        if isinstance(first, Refuse):
+            self._sources.pop((brief.request_id, brief.epoch), None)
+            return False
+        self._metrics.host_misses += not isinstance(first, Start)
+        self._perform(actions)
+        return True
+
+    def _live(self, request: Request, brief: RequestBrief, before: AnyLive | None) -> AnyLive:
+        """The request as its engine gets it."""
         now_s, adapter, merged_copy = self._events.now_s, request.adapter, self.spec.merged_copy
+        if request.image is not None and self.spec.images is not None:
+            return drawn(self.spec.images, request, request.image, brief, now_s, before)
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
-        live = Live(
+        return Live(
             order=0,
-            due_s=due_s(now_s, brief.ttft_slo_ms) if before is None else before.due_s,
+            due_s=before.due_s if isinstance(before, Live) else due_s(now_s, brief.ttft_slo_ms),
             tokens=content(request, end_length) if self.spec.options.prefix_cache else NO_CONTENT,
             length=request.prompt_tokens + brief.output_tokens,
             last_token_ps=before.last_token_ps if before is not None else -1,
@@ -122,26 +145,12 @@ class Worker:
             end_length=end_length,
             brief=brief,
         )
-        fetch = False
-        if source is not None:
-            blocks = self.travels.blocks(source, live)
-            fetch = blocks.end > blocks.first
-            if fetch:
-                self._sources[brief.request_id, brief.epoch] = source
-        actions = self.core.on(Assign(brief, "", (adapter,) if adapter.digest else (), live, fetch), now_s)
-        first = actions[0] if actions else None
-        if isinstance(first, Refuse):
-            self._sources.pop((brief.request_id, brief.epoch), None)
-            return False
-        self._metrics.host_misses += not isinstance(first, Start)
-        self._perform(actions)
-        return True
 
     def cancel(self, request_id: str, epoch: int) -> None:
         """Stop a request of this epoch or an older one; an unknown one is ignored."""
         self._perform(self.core.on(CancelRequest(request_id, epoch), self._events.now_s))
 
-    def give(self, request_id: str, then: Callable[[Live], None]) -> None:
+    def give(self, request_id: str, then: Callable[[AnyLive], None]) -> None:
         """Hand a request over, after the present step if it is in the engine.
 
         Ignored when it is not here or is leaving already.
@@ -181,7 +190,7 @@ class Worker:
 
     # ---- the core's actions
 
-    def _perform(self, actions: list[Action[Live]]) -> None:
+    def _perform(self, actions: list[Action[AnyLive]]) -> None:
         """Carry out the core's actions: requests go to the engine and loads to their links. Nothing else takes time."""
         if self.engine.dead:
             return
@@ -190,7 +199,7 @@ class Worker:
                 case Start(entry):
                     self.engine.add(entry.payload)
                 case Fetch(entry):
-                    self.travels.fetch(entry, self._sources.pop(entry.key))
+                    self.travels.fetch(cast("Entry[Live]", entry), self._sources.pop(entry.key))
                 case Load():
                     self.storage.load(action)
                 case CopyIn(digest, over):
@@ -202,7 +211,7 @@ class Worker:
         self.engine.wake()
         self.announce_changes()
 
-    def _fetched(self, landing: list[tuple[Entry[Live], int]]) -> None:
+    def _fetched(self, landing: list[tuple[Entry[Any], int]]) -> None:
         self._landing += landing
         if self.engine.idle:
             self.between_steps()
@@ -235,12 +244,12 @@ class Worker:
                 case CopyIn(digest, over):
                     self.engine.load(self._adapters[digest], over)
 
-    def drew(self, lives: list[Live]) -> None:
+    def drew(self, lives: Sequence[AnyLive]) -> None:
         """These requests have drawn a token in each step of the run."""
         if self._on_tokens is not None:
             self._on_tokens(self, lives)
 
-    def ended(self, lives: list[Live]) -> None:
+    def ended(self, lives: Sequence[AnyLive]) -> None:
         """These requests have drawn their last token. Others may start now."""
         for live in lives:
             self._on_end(self, live)
@@ -279,3 +288,10 @@ class Worker:
         """The changes since the last message, as a message."""
         self.report(self.engine.progress())
         return self.view.delta()
+
+
+def _engine(spec: WorkerSpec, events: Events, metrics: Metrics, worker: Worker, *, seed: int) -> Any:
+    """An `Engine`, or an `ImageEngine` of a worker that draws pictures; both have the same commands."""
+    if spec.images is not None:
+        return ImageEngine(spec, events, metrics, worker)
+    return Engine(spec, events, metrics, worker, seed=seed)

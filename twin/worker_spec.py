@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
+from motet.policies.step.image_batch import ImageBatch
 from motet.policies.step.merge_decision import MergeConfig, MergeCosts, Merging, Modes
 from motet.policies.step.merged_copy import MERGE
 from motet.policies.times.perf_model import MIB
-from motet.shared.model import PerfModel, WorkerLimits
+from motet.shared.model import ImageSteps, PerfModel, WorkerLimits
 from motet.shared.worker_options import DEFAULTS, WorkerOptions
 from motet.twin.events import to_ps
 from motet.twin.link import LinkModel
@@ -41,6 +43,14 @@ class MergeInPlace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSpec:
+    """What makes a worker draw pictures: its step times, and what plans its steps (comparisons have others)."""
+
+    steps: ImageSteps
+    batch: Callable[..., ImageBatch[Any]] = ImageBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
     """The limits and durations of a worker, and the step-time model that it reports to schedulers."""
 
@@ -53,6 +63,7 @@ class WorkerSpec:
     merged_copy: MergedCopyModel | None = None  # for `options.merge`
     merging: MergeConfig = MERGE  # its constants
     in_place: MergeInPlace | None = None
+    images: ImageSpec | None = None  # of a worker that draws pictures, instead of `steps`
 
     @property
     def engine_options(self) -> WorkerOptions:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from motet.shared.model import AdapterRef, Slo
+from motet.shared.model import AdapterRef, ImageParams, Slo, Weighted
 from motet.twin.events import PS_PER_S
 
 AT_ONCE = 4096  # requests made of columns
@@ -43,11 +43,25 @@ class Request(msgspec.Struct, frozen=True):
     prefix_tokens: int = 0
     tenant: str = "default"
     tenant_weight: float = 1.0
+    image: ImageParams | None = None
+    """Of a request for a picture, whose output tokens are its steps and the picture."""
+    more: tuple[AdapterRef, ...] = ()
+    """Its adapters after the first."""
 
     @property
     def request_id(self) -> str:
         """The request's id in messages."""
         return str(self.index)
+
+    @property
+    def adapters(self) -> tuple[AdapterRef, ...]:
+        """All its adapters; none for the base."""
+        return (self.adapter, *self.more) if self.adapter.digest else ()
+
+    @property
+    def weighted(self) -> tuple[Weighted, ...]:
+        """All its adapters. Times do not depend on the weights."""
+        return tuple([Weighted(one) for one in self.adapters])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +80,13 @@ class Workload:
     prefix_tokens: int = 0
     tenant: Ints | None = None  # [n] index into `tenants`; None for the first
     tenants: tuple[tuple[str, float], ...] = (("default", 1.0),)  # name, and share relative to the others'
+    image: Ints | None = None  # [n] index into `images`, of requests for pictures
+    images: tuple[ImageParams, ...] = ()
+    more: Sequence[tuple[int, ...]] | None = None  # [n] adapters after the first
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
-        for name in ("adapter", "prompt_tokens", "output_tokens", "slo", "prefix", "tenant"):
+        for name in ("adapter", "prompt_tokens", "output_tokens", "slo", "prefix", "tenant", "image", "more"):
             column = getattr(self, name)
             if column is not None and len(column) != n:
                 raise ValueError(f"{name} has {len(column)} entries for {n} requests")
@@ -114,9 +131,12 @@ class Workload:
         which = self.slo[part].tolist() if self.slo is not None else repeat(0)
         begins = self.prefix[part] if self.prefix is not None else repeat(())
         whose = self.tenant[part].tolist() if self.tenant is not None else repeat(0)
-        rows = zip(count(begin), *columns, which, begins, whose, strict=False)  # endless ones among them
+        drawn = self.image[part].tolist() if self.image is not None else repeat(None)
+        others = self.more[part] if self.more is not None else repeat(())
+        rows = zip(count(begin), *columns, which, begins, whose, drawn, others, strict=False)  # endless ones among them
         adapters = self.adapters
-        for index, arrival_s, adapter, prompt_tokens, output_tokens, slo, prefix, tenant in rows:
+        for index, arrival_s, adapter, prompt_tokens, output_tokens, slo, prefix, tenant, image, more in rows:
+            name, weight = self.tenants[tenant]
             yield Request(
                 index,
                 round(arrival_s * PS_PER_S),
@@ -126,7 +146,10 @@ class Workload:
                 self.slos[slo],
                 prefix,
                 self.prefix_tokens,
-                *self.tenants[tenant],
+                name,
+                weight,
+                self.images[image] if image is not None else None,
+                tuple([adapters[one] for one in more]) if more else (),
             )
 
     def until(self, end_s: float) -> Workload:
@@ -148,6 +171,8 @@ class Workload:
             slo=None if self.slo is None else self.slo[rows],
             prefix=None if self.prefix is None else [self.prefix[row] for row in rows.tolist()],
             tenant=None if self.tenant is None else self.tenant[rows],
+            image=None if self.image is None else self.image[rows],
+            more=None if self.more is None else [self.more[row] for row in rows.tolist()],
         )
 
 

@@ -52,6 +52,8 @@ def kind(profile: str, seats: int | None = None) -> Kind:
     if not path.is_file():
         raise click.UsageError(f"--worker {profile}: there is no such file; a published calibration is {VLLM}NAME@GPU")
     read = read_profile(path)
+    if read.images is not None:
+        raise click.UsageError(f"--worker {profile}: it draws pictures; only workers that generate text are planned")
     return NativeKind(name=path.stem, profile=read)
 
 

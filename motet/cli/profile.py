@@ -7,9 +7,10 @@ import logging
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 from msgspec.structs import asdict, replace
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from motet.cli.nats_server import NatsServer, NatsStartError
 from motet.cli.options import takes
+from motet.cli.profile_images import image_profile, image_table
 from motet.cli.terminal import table, terminal
 from motet.policies.times.perf_fit import Fitted, fit, fit_link
 from motet.policies.times.step_fit import fit_steps, undisturbed
@@ -26,6 +28,7 @@ from motet.shared.bus import Bus
 from motet.shared.config import BusConfig, ConfigError, load
 from motet.shared.errors import MotetError
 from motet.shared.hub import resolve_model
+from motet.shared.image_shapes import is_image_base
 from motet.shared.model import EngineSteps, PerfModel
 from motet.shared.profile import VERSION, FitFacts, Hops, Profile, Steps, StorageTimes, write_profile
 from motet.shared.provision import provision
@@ -33,6 +36,7 @@ from motet.shared.provision import provision
 if TYPE_CHECKING:
     from motet.services.worker.profiling import Measured
 
+T = TypeVar("T")
 GOOD_R2 = 0.96  # CaraServe, section 5
 
 
@@ -74,7 +78,17 @@ def profile(out: Path, seconds: float, **options: object) -> None:
         model_dir = resolve_model(config.base.model)
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("measuring", total=1.0)
-            measured = asyncio.run(_measure(config, model_dir, seconds, lambda share: bar.update(task, completed=share)))
+
+            def progress(share: float) -> None:
+                bar.update(task, completed=share)
+
+            if is_image_base(model_dir):
+                shown = asyncio.run(on_private_nats(config, partial(_measure_images, model_dir, seconds, progress)))
+                write_profile(out, shown)
+                console.print(image_table(shown))
+                console.print(f"written to {out}")
+                return
+            measured = asyncio.run(on_private_nats(config, partial(_measure, model_dir, seconds, progress)))
         steps = undisturbed(measured.steps)
         fitted = fit(steps, measured.loads)
         fine = fit_steps(steps) if measured.limits.engine == "native" else None  # vLLM's records lack most that it is fitted to
@@ -114,10 +128,8 @@ def profile(out: Path, seconds: float, **options: object) -> None:
     console.print(f"written to {out}")
 
 
-async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progress: Callable[[float], None]) -> Measured:
-    """Measure the worker on a private NATS server."""
-    from motet.services.worker.profiling import measure
-
+async def on_private_nats(config: WorkerConfig, measure: Callable[[WorkerConfig], Awaitable[T]]) -> T:
+    """What `measure` finds with a NATS server of its own, which has Motet's buckets."""
     with tempfile.TemporaryDirectory(prefix="motet-profile-") as directory:
         nats = NatsServer(Path(directory))
         url = await nats.start()
@@ -125,9 +137,21 @@ async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progre
             bus = await Bus.connect(BusConfig(nats_url=url), "profile")
             await provision(bus)
             await bus.close()
-            return await measure(replace(config, bus=BusConfig(nats_url=url)), model_dir, seconds=seconds, progress=progress)
+            return await measure(replace(config, bus=BusConfig(nats_url=url)))
         finally:
             nats.stop()
+
+
+async def _measure(model_dir: Path, seconds: float, progress: Callable[[float], None], config: WorkerConfig) -> Measured:
+    from motet.services.worker.profiling import measure
+
+    return await measure(config, model_dir, seconds=seconds, progress=progress)
+
+
+async def _measure_images(model_dir: Path, seconds: float, progress: Callable[[float], None], config: WorkerConfig) -> Profile:
+    from motet.services.worker.image_profiling import measure_images
+
+    return image_profile(await measure_images(config, model_dir, seconds=seconds, progress=progress), config)
 
 
 def _table(perf: PerfModel, fitted: Fitted, fine: EngineSteps | None, counted: str) -> Table:

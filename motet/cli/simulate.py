@@ -13,6 +13,7 @@ import orjson
 
 from motet.cli.options import takes
 from motet.cli.progress import bar
+from motet.cli.simulate_images import build_pictures, fits, picture_options
 from motet.cli.terminal import table, terminal
 from motet.cli.workload_options import EXISTING, MOST_ADAPTERS, NEW, POSITIVE, build, workload_options
 from motet.policies.cluster.dispatch import POLICIES
@@ -55,6 +56,7 @@ TABLES: dict[str, tables.Table[Any]] = {"queues": QUEUES, "eviction": EVICTIONS}
 )
 @click.option("--slo-ttft-ms", type=POSITIVE, default=Slo().ttft_slo_ms, show_default=True, help="TTFT objective of requests.")
 @click.option("--slo-tpot-ms", type=POSITIVE, default=Slo().tpot_slo_ms, show_default=True, help="TPOT objective of requests.")
+@picture_options
 @click.option("--profile", type=EXISTING, help="Worker profile from `motet profile`.  [default: Llama-2-7B on an A10]")
 @click.option(
     "--set",
@@ -103,8 +105,9 @@ def simulate(
             named(f"--profile: engine.{name}", table_of_names, getattr(profile.engine, name))
         profile = msgspec.structs.replace(profile, engine=changed(profile.engine, options["changes"]))
         options["scheduler"] = changed(SchedulerOptions(admission=options["admission"]), options["changes"])
-        slo = Slo(ttft_slo_ms=options["slo_ttft_ms"], tpot_slo_ms=options["slo_tpot_ms"])
-        workload = build(np.random.default_rng(options["seed"]), options, slo)
+        workload = _workload(profile, options)
+        if save_trace is not None and profile.images is not None:
+            raise click.UsageError("--save-trace: the format has no pictures")
         results = [run(name, workload, profile, options) for name in policies or ("motet",)]
         if save_trace is not None:
             write_trace(save_trace, workload)
@@ -117,6 +120,17 @@ def simulate(
         click.echo(orjson.dumps({"seed": options["seed"], "runs": runs}, option=orjson.OPT_INDENT_2).decode())
         return
     show(results, describe(workload, profile, options))
+
+
+def _workload(profile: TwinProfile, options: dict[str, Any]) -> Workload:
+    """Requests for what the worker of the profile makes: text or pictures."""
+    rng = np.random.default_rng(options["seed"])
+    if profile.images is not None:
+        workload = build_pictures(rng, options)
+        fits(workload, profile.images.latent_px)
+        return workload
+    e2e_ms = options["slo_e2e_ms"] or 0.0
+    return build(rng, options, Slo(ttft_slo_ms=options["slo_ttft_ms"], tpot_slo_ms=options["slo_tpot_ms"], e2e_slo_ms=e2e_ms))
 
 
 def _report() -> Callable[[str, str, Sequence[Result]], str]:

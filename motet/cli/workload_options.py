@@ -139,6 +139,11 @@ def adapter_bytes(ranks: np.ndarray, options: dict[str, Any]) -> np.ndarray:
     return np.rint(ranks * options["rank_mib"] * MIB).astype(np.int64)
 
 
+def generated(rng: Generator, options: dict[str, Any]) -> np.ndarray:
+    """Arrival times in seconds, without a trace. Raises ValueError for too many."""
+    return _arrivals(rng, options, None).arrival_s
+
+
 def _arrivals(rng: Generator, options: dict[str, Any], popularity: Popularity | None) -> Trace:
     rate, duration_s = options["rate"] or 4.0, options["duration_s"] or 300.0
     if rate * duration_s > 50_000_000:

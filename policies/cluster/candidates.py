@@ -49,6 +49,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     demand: float = 0.0  # recent demand of the tenant (policies.cluster.demand.Standing); 0 for unknown
     largest_demand: float = 0.0
     rows: float = 1.0  # what it adds to a step
+    area: float = 0.0  # of its picture, in those of 512 x 512 pixels
     more: tuple[tuple[str, int], ...] = ()  # further adapters: digest and bytes
     largest_rank: int = 0  # of one adapter, where there are several
     e2e_slo_ms: float = inf  # for the whole answer

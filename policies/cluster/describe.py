@@ -74,7 +74,7 @@ def picture_brief(brief: RequestBrief, image: ImageParams, weighted: tuple[Weigh
     """The brief of a request for a picture, which has several adapters and adds as much to a step as its pixels do."""
     digests = [one.ref.digest for one in weighted] or [""]
     rank = sum(one.ref.rank for one in weighted)
-    picture = PictureBrief(image.rows, tuple(digests[1:]))
+    picture = PictureBrief(image.rows, tuple(digests[1:]), image.area)
     return replace(brief, rank=rank, adapter_digest=digests[0], picture=picture)
 
 
@@ -123,6 +123,7 @@ def ask_of(
         demand=standing.own,
         largest_demand=standing.largest,
         rows=brief.rows,
+        area=brief.picture.area if brief.picture is not None else 0.0,
         more=tuple([(one.digest, one.size_bytes) for one in more]) if more else (),
         largest_rank=largest_rank,
         e2e_slo_ms=e2e_slo_ms or inf,

@@ -9,7 +9,8 @@ until all miss. Estimates for the request r on a worker with seats, or KV memory
     wait    = turn * how many lack a seat up to r / (1 - u) + the prefill of those that join with r
     ttft    = wait + Pre(r) + r's adapter + 1.5 * Dec(rows)
 
-An objective for the whole answer is compared with ttft + output * tpot.
+An objective for the whole answer is compared with ttft + output * tpot. A picture's last position is its decoding, which takes
+a time of its own and during which the others wait: it counts in the whole answer, and as what follows each row in tpot.
 
 L is the average response length; in `turn`, the average rest of a running request if that is more. Waiting requests run in
 order of urgency (`step.batch_admission`), so those before r are in its band of objectives or a more urgent one. u is
@@ -75,11 +76,12 @@ def pressed(state: ClusterState, ask: Ask, row: int, now_s: float, avg_resp_len:
     tokens = ask.tokens if found is None else ask.tokens - found.spared.item(row)
     prompt = (t["queue_tokens"].item(row) + tokens) / (t["queued"].item(row) + 1.0)
     prefill = t["prefill_base_ms"].item(row) + t["prefill_token_ms"].item(row) * prompt + t["prefill_lora_ms"].item(row) * rank
-    row_ms = t["decode_row_ms"].item(row) + t["decode_lora_ms"].item(row) * rank + prefill / avg_resp_len
+    finish_ms = ask.area * t["finish_ms"].item(row)
+    row_ms = t["decode_row_ms"].item(row) + t["decode_lora_ms"].item(row) * rank + (prefill + finish_ms) / avg_resp_len
     tightest = t["tightest_tpot_ms"].item(row) * ROOM[band_of(ask.ttft_slo_ms)]
     limit: float = TPOT_MARGIN * min(tightest, ask.tpot_slo_ms)
     if ask.e2e_slo_ms != inf:
-        limit = min(limit, TPOT_MARGIN * ask.e2e_slo_ms / (ask.out_tokens or avg_resp_len))
+        limit = min(limit, TPOT_MARGIN * (ask.e2e_slo_ms - finish_ms) / (ask.out_tokens or avg_resp_len))
     rows = exists + t["extra_rows"].item(row) + ask.rows if ask.draws else exists + 1.0
     return t["decode_base_ms"].item(row) + rows * row_ms > limit
 
@@ -110,8 +112,9 @@ def late_ms(
     np.maximum(late, pace.until(tpot_margin * ask.tpot_slo_ms), out=late, where=alone <= tpot_margin * ask.tpot_slo_ms)
     if ask.e2e_slo_ms != inf:
         out = ask.out_tokens or avg_resp_len
-        whole = ttft + out * (pace.base + pace.rows * pace.row_tpot)
-        possible = own + (1.0 + out) * alone <= ask.e2e_slo_ms
+        finish = ask.area * t["finish_ms"]
+        whole = ttft + (out - ask.draws) * (pace.base + pace.rows * pace.row_tpot) + finish
+        possible = own + (1.0 + out - ask.draws) * alone + finish <= ask.e2e_slo_ms
         np.maximum(late, whole - TTFT_MARGIN[band] * ask.e2e_slo_ms, out=late, where=possible)
     tightest = t["tightest_tpot_ms"]  # of the requests there; r slows them down unless it only waits
     slows = (t["exists"] < pace.seats) & (alone <= TPOT_MARGIN * tightest)
@@ -155,7 +158,7 @@ def _pace(t: Mapping[str, NDArray], ask: Ask, tokens: Floats | float, avg_resp_l
     if ask.draws:
         row = row * (t["exists"] + t["extra_rows"] + ask.rows) / exists  # what a request adds on average
     prefill = t["prefill_base_ms"] + t["prefill_token_ms"] * prompt + t["prefill_lora_ms"] * rank
-    row_tpot = row + prefill / avg_resp_len
+    row_tpot = row + (prefill + ask.area * t["finish_ms"]) / avg_resp_len
     length = np.maximum(avg_resp_len, t["running_left"] / np.maximum(t["running"], 1.0))
     turn = length * (base + rows * row_tpot) / rows
     return _Pace(exists, held, seats, rows, base, row, row_tpot, turn)
@@ -221,6 +224,6 @@ def _roomiest(state: ClusterState, fit: NDArray[np.bool_]) -> NDArray[np.intp]:
 _PACE = (
     "max_running", "exists", "extra_rows", "running", "running_left", "queued", "queue_tokens", "rank_sum", "max_rank", "bgmv",
     "tightest_tpot_ms", "kv_tokens_total", "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms",
-    "decode_row_ms", "decode_lora_ms",
+    "decode_row_ms", "decode_lora_ms", "finish_ms",
 )  # fmt: skip
 _WAIT = "max_requests", "kv_tokens_free", "copies_wait"

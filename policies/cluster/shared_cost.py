@@ -144,7 +144,9 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
 
     ttft = wait + _HALF * step
     tightest = t["tightest_tpot_ms"]  # of the requests there
-    whole = ttft + out * tpot if ask.e2e_slo_ms != inf else None  # the time of the whole answer
+    whole = None  # the time of the whole answer
+    if ask.e2e_slo_ms != inf:
+        whole = ttft + (out - ask.draws) * tpot + ask.area * perf.finish_ms
     in_time = whole is None or _within(whole, ask.e2e_slo_ms)
     if in_time and _within(ttft, ask.ttft_slo_ms) and _within(tpot, min(ask.tpot_slo_ms, tightest[tightest.argmin()])):
         return cost, np.zeros(len(cost), dtype=bool)

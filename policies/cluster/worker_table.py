@@ -18,7 +18,7 @@ from motet.shared.model import EXCLUSIVE_CAPABILITIES, Capability
 
 PERF = (
     "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
-    "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib",
+    "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib", "finish_ms",
 )  # fmt: skip
 MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
 # name: (type, value in a free row). Counts are floats, since they are multiplied with times.
@@ -103,6 +103,7 @@ class PerfColumns:
         self.load_ms_per_mib: Floats = table["load_ms_per_mib"]
         self.fetch_base_ms: Floats = table["fetch_base_ms"]
         self.fetch_ms_per_mib: Floats = table["fetch_ms_per_mib"]
+        self.finish_ms: Floats = table["finish_ms"]
         self.fetches = bool(self.fetch_base_ms.any() or self.fetch_ms_per_mib.any())  # whether a fetch takes time somewhere
         self._added: dict[int, tuple[Floats, Floats]] = {}
         self._transfers: dict[int, tuple[Floats, Floats]] = {}

@@ -7,11 +7,15 @@
 Rules:
 1. The requests of a denoising step have one *bucket*: latents of one shape, encodings of one length. Each has its own adapters,
    weights, sampler and number of the step.
-2. A step has as many rows as the bucket's *knee* (`times.image_times`) and the memory allow, and always one request.
-3. Within a bucket requests come in the order of `urgency`, by default that of arrival; those that have begun on another worker
-   go before all others, since they are older than their arrival here.
-4. Buckets share the time: the next step is that of the bucket which has had the least, so none starves. One that was away gets
-   no more for it.
+2. A step has as many rows as the bucket's *knee* (`times.image_times`) and the memory allow, and always one request. One in
+   many may have more, to see whether the knee is still right.
+3. The most urgent request is first, and the step is one of its bucket. Urgent is who must *start by* the earliest time: its
+   deadline less what it takes alone, as expected when it came, but not before it came. A request without an objective has the
+   deadline arrival + `PATIENCE` times its own time. So few steps and few pictures go before many, and nobody is passed by
+   requests that come after its `start_by_s`. Pausing is free, and the order of two requests never changes, so they do not
+   take turns for nothing. Requests that have begun on another worker go before all others, since they are older than their
+   arrival here.
+4. The pictures of one prompt count as one request: its own time is that of all of them.
 5. Only requests whose adapters all have slots are encoded and denoised. They get them all at once or none (`acquire_all`), so
    no two requests wait for each other. Of a bucket the next requests hold slots: about two steps' rows of them, and as many
    whose adapters are on their way. Copies run beside the steps; a request that waits for one, or for a slot, blocks nobody.
@@ -22,15 +26,21 @@ Rules:
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
+from operator import itemgetter
 from typing import Any, Generic, Literal, TypeVar
 
 from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.times.image_times import Bucket, ImageTimes
+from motet.shared.model import Slo
 
 Stage = Literal["encode", "denoise", "decode"]
 BYPASS_MAX = 64
+PATIENCE = 4.0
+"""A request without an objective should be done within so many times the time that it takes alone."""
 AHEAD = 2
 """Requests hold slots for so many steps' rows."""
 
@@ -50,6 +60,10 @@ class ImageSequence:
     step: int = 0
     adapters: tuple[tuple[str, int], ...] = ()
     resumed: bool = False  # it has begun on another worker
+    pictures: int = 1  # of its prompt, which came together
+    arrival_s: float = 0.0
+    due_s: float = inf  # by its objective; inf for none
+    start_by_s: float = 0.0  # at the latest, to be done in time; set by `ImageBatch.add`
     stage: Stage = "encode"
     holds: bool = False  # slots for all its adapters
     passed: int = 0  # requests that got slots while this one could not
@@ -86,15 +100,21 @@ class ImagePlan(Generic[S]):
         return sum(one.rows for one in self.requests)
 
 
-def by_arrival(seq: ImageSequence, now_s: float) -> Any:
-    """First come, first served; resumed requests come before."""
-    return not seq.resumed, seq.order
+def by_start(seq: ImageSequence) -> Any:
+    """Rule 3."""
+    return not seq.resumed, seq.start_by_s, seq.order
+
+
+def due_s(slo: Slo, arrival_s: float) -> float:
+    """When a request is due by its objective for the whole answer; inf without one."""
+    return arrival_s + slo.e2e_slo_ms / 1000.0 if slo.e2e_slo_ms and not slo.e2e_is_timeout else inf
 
 
 class ImageBatch(Generic[S]):
     """The requests of one engine. `slots` are asynchronous: `arrived` on them makes an adapter's requests eligible.
 
-    `urgency(request, now_s)`: requests with a smaller one go first.
+    `urgency(request)`: those with a smaller one go first. It is asked once for each, after `start_by_s` is set; other orders
+    than Motet's are there to compare with.
     """
 
     def __init__(
@@ -103,11 +123,11 @@ class ImageBatch(Generic[S]):
         *,
         slots: AdapterSlots,
         times: ImageTimes,
-        urgency: Callable[[S, float], Any] = by_arrival,
+        urgency: Callable[[S], Any] = by_start,
     ) -> None:
         self.limits, self.slots, self.times, self._urgency = limits, slots, times, urgency
         self._requests: dict[S, None] = {}
-        self._served_ms: dict[Bucket, float] = {}  # of the buckets that have requests
+        self._ordered: list[tuple[Any, S]] = []  # by urgency
         self._between: set[Stage] = set()  # steps since the last denoising one
 
     def __len__(self) -> int:
@@ -127,30 +147,33 @@ class ImageBatch(Generic[S]):
         """A new request. Raises ValueError for adapters that never fit."""
         if not self.fits(seq.adapters):
             raise ValueError(f"{len(seq.adapters)} adapters do not fit in {self.slots.slots} slots of the device")
-        if seq.bucket not in self._served_ms:
-            self._served_ms[seq.bucket] = min(self._served_ms.values(), default=0.0)
+        together = max(1, self.rows_limit(seq.bucket) // seq.rows)
+        own_s = self.times.own_ms(seq.bucket, seq.rows, seq.steps - seq.step, pictures=seq.pictures, together=together) / 1e3
+        due_s = seq.due_s if seq.due_s < inf else seq.arrival_s + PATIENCE * own_s
+        seq.start_by_s = max(seq.arrival_s, due_s - own_s)
         self._requests[seq] = None
+        insort(self._ordered, (self._urgency(seq), seq), key=itemgetter(0))
 
     def remove(self, seq: S) -> None:
         """A request has ended, failed or was cancelled. Unknown ones are ignored."""
         if seq not in self._requests:
             return
         del self._requests[seq]
+        self._ordered = [one for one in self._ordered if one[1] is not seq]
         self._release(seq)
-        if all(other.bucket != seq.bucket for other in self._requests):
-            del self._served_ms[seq.bucket]
 
     def done(self, plan: ImagePlan[S], took_ms: float = 0.0) -> list[S]:
-        """The plan was carried out. Returns the requests that have ended by it. `took_ms`: of a denoising step, 0 for unknown.
+        """The plan was carried out. Returns the requests that have ended by it. `took_ms`: 0 for unknown.
 
         Requests that were removed meanwhile are ignored.
         """
         ended: list[S] = []
-        if plan.stage == "denoise" and plan.requests:
-            bucket = plan.requests[0].bucket
-            self.times.observe(bucket, plan.rows, took_ms)
-            if bucket in self._served_ms:
-                self._served_ms[bucket] += took_ms or self.times.step_ms(bucket, plan.rows)
+        if plan.stage == "encode" and plan.requests:
+            self.times.observe_encode(len(plan.requests), took_ms)
+        elif plan.stage == "decode" and plan.requests:
+            self.times.observe_decode(plan.requests[0].bucket, len(plan.requests), took_ms)
+        elif plan.requests:
+            self.times.observe(plan.requests[0].bucket, plan.rows, took_ms)
         for seq in plan.requests:
             if seq not in self._requests:
                 continue
@@ -169,7 +192,8 @@ class ImageBatch(Generic[S]):
     def plan(self, now_s: float) -> ImagePlan[S]:
         """The next step, of requests that are there now. Slots for it are taken at once."""
         plan: ImagePlan[S] = ImagePlan()
-        ordered = sorted(self._requests, key=lambda seq: self._urgency(seq, now_s))
+        self.slots.eviction.now_s = now_s
+        ordered = [seq for _, seq in self._ordered]
         ready = self._eligible(ordered, plan)
         encodes = [seq for seq in ready if seq.stage == "encode"]
         denoises = [seq for seq in ready if seq.stage == "denoise"]
@@ -246,14 +270,10 @@ class ImageBatch(Generic[S]):
         return [seq for seq in drawn if seq.bucket[:3] == shape][: self.limits.decodes]
 
     def _denoises(self, ready: list[S]) -> list[S]:
-        """Rules 1 to 4."""
-        served = self._served_ms
-        bucket = min({seq.bucket: None for seq in ready}, key=served.__getitem__)  # of equals that of the most urgent request
-        waits = min(served[seq.bucket] for seq in ready)
-        for other in {seq.bucket for seq in self._requests} - {seq.bucket for seq in ready}:
-            served[other] = max(served[other], waits)  # it cannot use its turn now
+        """Rules 1 to 3."""
+        bucket = ready[0].bucket
         chosen: list[S] = []
-        left = self.rows_limit(bucket)
+        left = self.times.rows(bucket, max(1, self.limits.rows_most(bucket)))
         for seq in ready:
             if seq.bucket == bucket and (seq.rows <= left or not chosen):
                 chosen.append(seq)
@@ -274,5 +294,4 @@ class ImageBatch(Generic[S]):
                 users[digest] = users.get(digest, 0) + 1
             assert 0 <= seq.step <= seq.steps and (seq.step < seq.steps or seq.stage != "denoise"), seq
             assert not (seq.holds and seq.stage == "decode"), "it needs no adapters any more"
-        assert self._served_ms.keys() == {seq.bucket for seq in self._requests}, "times of buckets without requests"
         self.slots.check(users)

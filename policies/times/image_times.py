@@ -1,12 +1,16 @@
-"""Times of denoising steps by picture size and rows, and the *knee*: how many rows of one size a step should have.
+"""Times of an image engine's steps: of denoising by picture size and rows, of encoding, of decoding; and the *knee*: how many
+rows of one size a denoising step should have.
 
     rows              1     2     4     8    16
     ms               10    12    16    24    40       a larger batch than the knee makes all its pictures
     ms per row       10     6     4     3   2.5       wait, and draws hardly more pictures per second
 
-The knee is the smallest number of rows at which the time per row is within NEAR of its least. Times between measured numbers
+The knee is the smallest number of rows at which the time per row is within NEAR of its least. Steps with more rows than it are
+not made, so a knee that was measured while the machine was busy would stay too low. Therefore one step in REFRESH may have
+twice as many (`rows`), and the first new time of a number of rows counts half. Times between measured numbers
 of rows are interpolated, and extrapolated beyond the last one. They come from a warm-up and are refreshed by every step. A size
 that was never measured has the times of the nearest one, of which the part that grows with the rows grows with the pixels too.
+`own_ms` is what a request takes that has the engine for itself.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from typing import NamedTuple
 NEAR = 0.05
 WEIGHT = 0.1
 """Of the latest step in a mean time."""
+AGAIN = 0.5
+"""Of a step in the mean time of a number of rows that did not run for REFRESH steps."""
 REFRESH = 32
 """Steps of a size until its knee is computed again."""
 SIZES_MAX = 256
@@ -43,16 +49,19 @@ class Bucket(NamedTuple):
 class _Times:
     """Mean times of one bucket, by rows."""
 
-    __slots__ = ("knees", "ms", "seen")
+    __slots__ = ("at", "knees", "ms", "seen")
 
     def __init__(self, ms: Iterable[tuple[int, float]] = ()) -> None:
         self.ms: dict[int, float] = dict(ms)
+        self.at: dict[int, int] = {}  # number of the latest step with so many rows
         self.seen = 0
         self.knees: dict[int, int] = {}  # by the most rows
 
     def observe(self, rows: int, took_ms: float) -> None:
         known = self.ms.get(rows)
-        self.ms[rows] = took_ms if known is None else known + WEIGHT * (took_ms - known)
+        weight = WEIGHT if self.seen - self.at.get(rows, 0) < REFRESH else AGAIN
+        self.ms[rows] = took_ms if known is None else known + weight * (took_ms - known)
+        self.at[rows] = self.seen
         self.seen += 1
         if known is None or self.seen % REFRESH == 0:
             self.knees.clear()
@@ -82,6 +91,13 @@ class ImageTimes:
 
     def __init__(self) -> None:
         self._sizes: OrderedDict[Bucket, _Times] = OrderedDict()
+        self._encode_ms = 0.0  # of one request
+        self._decode_ms = 0.0  # of one position of the latents
+
+    @property
+    def sizes(self) -> list[Bucket]:
+        """The buckets that were measured."""
+        return list(self._sizes)
 
     def observe(self, bucket: Bucket, rows: int, took_ms: float) -> None:
         """A step of so many rows took so long. Times that are not positive are ignored."""
@@ -94,8 +110,29 @@ class ImageTimes:
             times = self._sizes[bucket] = _Times()
         times.observe(rows, took_ms)
 
+    def observe_encode(self, requests: int, took_ms: float) -> None:
+        """A step encoded so many requests. Times that are not positive are ignored."""
+        self._encode_ms = _mean(self._encode_ms, took_ms / requests)
+
+    def observe_decode(self, bucket: Bucket, pictures: int, took_ms: float) -> None:
+        """A step decoded so many pictures of a size. Times that are not positive are ignored."""
+        self._decode_ms = _mean(self._decode_ms, took_ms / (pictures * bucket.area))
+
+    def decode_ms(self, bucket: Bucket) -> float:
+        """The expected time to decode one picture; it grows with the pixels. 0 while none was decoded."""
+        return self._decode_ms * bucket.area
+
+    def own_ms(self, bucket: Bucket, rows: int, steps: int, *, pictures: int = 1, together: int = 1) -> float:
+        """The expected time of a request that is alone: its encoding, so many steps of its pictures, their decoding.
+
+        Each picture has `rows`, and up to `together` of them share a step.
+        """
+        full, rest = divmod(pictures, together)
+        each_ms = full * self.step_ms(bucket, together * rows) + (self.step_ms(bucket, rest * rows) if rest else 0.0)
+        return self._encode_ms + steps * each_ms + pictures * self.decode_ms(bucket)
+
     def step_ms(self, bucket: Bucket, rows: int) -> float:
-        """The expected time of a step of so many rows."""
+        """The expected time of a denoising step of so many rows."""
         times = self._of(bucket)
         return times.step_ms(rows) if times is not None else START_MS
 
@@ -103,6 +140,11 @@ class ImageTimes:
         """The rows that a step of this bucket should have, 1 to `most`; `most` where no size was measured."""
         times = self._of(bucket)
         return times.knee(most) if times is not None else most
+
+    def rows(self, bucket: Bucket, most: int) -> int:
+        """The rows that the next step of this bucket may have, 1 to `most`: the knee, and from time to time twice as many."""
+        knee, own = self.knee(bucket, most), self._sizes.get(bucket)
+        return min(most, 2 * knee) if own is not None and own.seen % REFRESH == REFRESH - 1 else knee
 
     def _of(self, bucket: Bucket) -> _Times | None:
         """The bucket's own times, or while they are one those of the nearest bucket with more; None without any."""
@@ -117,3 +159,10 @@ class ImageTimes:
         first = times.step_ms(1)
         fixed = max(0.0, min(first, 2 * first - times.step_ms(2)))  # of a step: what does not grow with its rows
         return _Times((rows, fixed + share * (times.step_ms(rows) - fixed)) for rows in times.ms)
+
+
+def _mean(known_ms: float, took_ms: float) -> float:
+    """A mean time with the latest one."""
+    if not took_ms > 0.0:
+        return known_ms
+    return known_ms + WEIGHT * (took_ms - known_ms) if known_ms else took_ms

@@ -21,6 +21,7 @@ class StepTimes:
     """
 
     DRIFT_SHARE = 0.02  # weight of one step in `drift`
+    FINISH_SHARE = 0.1  # weight of one decoding step
 
     def __init__(self, start: PerfModel) -> None:
         self._start = start
@@ -28,6 +29,7 @@ class StepTimes:
         self._prefill = OnlineFit([start.prefill_base_ms, start.prefill_token_ms, start.prefill_lora_ms])
         self.link = LinkTimes()
         """The link from other workers to this one. The worker reports its measurements to it."""
+        self._finish_ms = start.finish_ms
         self.drift = {"decode": 0.0, "prefill": 0.0}
         """How much longer recent steps take than the start values say, as a share; negative when they are shorter."""
 
@@ -52,6 +54,11 @@ class StepTimes:
         if expected_ms > 0:
             self.drift[kind] += self.DRIFT_SHARE * (step_ms / expected_ms - 1.0 - self.drift[kind])
 
+    def finished(self, area: float, took_ms: float) -> None:
+        """A step decoded pictures of so many times 512 x 512 pixels."""
+        each_ms = took_ms / area
+        self._finish_ms += self.FINISH_SHARE * (each_ms - self._finish_ms) if self._finish_ms else each_ms
+
     @property
     def model(self) -> PerfModel:
         """The present estimate; times of adapter loads and fetches are the start values. Any thread may read it."""
@@ -70,6 +77,7 @@ class StepTimes:
             fetch_ms_per_mib=self._start.fetch_ms_per_mib,
             kv_base_ms=self.link.base_ms,
             kv_ms_per_mib=self.link.ms_per_mib,
+            finish_ms=self._finish_ms,
         )
 
 

@@ -133,6 +133,11 @@ def worker_core(
     )
 
 
+def image_slots(memory: DeviceMemory, options: WorkerOptions) -> AdapterSlots:
+    """The adapter slots of an image engine, whose copies run beside its steps."""
+    return _slots(memory, options, asynchronous=True)
+
+
 def _slots(memory: DeviceMemory, options: WorkerOptions, *, asynchronous: bool) -> AdapterSlots:
     eviction = make_eviction(options.eviction)
     return AdapterSlots(options.max_loras, memory.adapter_bytes, asynchronous=asynchronous, eviction=eviction)

@@ -26,6 +26,7 @@ def check_image(request: GenerateRequest, image: ImageParams, limits: ImageLimit
     _within("partial_images", image.previews, 0, PREVIEWS_MAX)
     _within("output_compression", image.quality, 1, 100)
     _within("n", image.index, 0, 1 << 16)
+    _within("n", image.pictures, 1, 1 << 16)
     if len(request.images) != SOURCES[image.kind]:
         what = f"{SOURCES[image.kind]} pictures (source, mask)"
         raise BadRequest(f"image: a request of kind {image.kind!r} has {what}, this one {len(request.images)}", param="image")

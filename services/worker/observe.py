@@ -60,6 +60,9 @@ class Observer:
             self._ran(stats, failed=output.failure is not None)
         if stats.drawing is not None:
             _drew(stats.drawing, stats.distinct_adapters)
+            if stats.drawing.stage == "decode" and stats.drawing.pictures:
+                drawn = stats.drawing
+                self._times.finished(drawn.pictures * drawn.pixels / (512 * 512), 1000 * drawn.took_s)
         metrics.PREFIX_HIT_TOKENS.inc(stats.cached_tokens)
         metrics.PREEMPTIONS.inc(stats.preempted)
         metrics.REQUESTS.labels("running").set(stats.running)

@@ -39,7 +39,6 @@ from motet.shared.base_shapes import ATTENTION, read_shapes
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
-from motet.shared.image_shapes import is_image_base
 from motet.shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
 from motet.shared.profile import LinkFacts, MergeFacts
 from motet.shared.wire.refusal import Refused
@@ -98,14 +97,9 @@ async def measure(
 
     It continues until every batch was measured once, but no longer than `LONGEST_TIMES` as long or `LONGEST_S`. Batches are in
     random order, so chance decides which ones are then left out. `config.bus.nats_url` is a NATS server with Motet's buckets
-    and no other clients. `progress` gets the share that is done. Raises ConfigError for a pooling model or an image model, and
+    and no other clients. `progress` gets the share that is done. Raises ConfigError for a pooling model, and
     errors of the engine's steps.
     """
-    if is_image_base(model_dir):
-        raise ConfigError(
-            "--model: an image model; only models that generate text are measured. A worker with --engine images measures its"
-            " steps when it starts, and learns from all later ones"
-        )
     adapters = msgspec.structs.replace(config.adapters, merge="off")  # a profile says what steps with LoRA take
     measured = await _measure(msgspec.structs.replace(config, adapters=adapters), model_dir, seconds, progress)
     if config.options.merge == "on":
@@ -114,7 +108,7 @@ async def measure(
 
 
 async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progress: Callable[[float], None]) -> Measured:
-    worker = _Observed(config)
+    worker = Observed(config)
     try:
         await worker.service.start()
         if "embeddings" in worker.limits.capabilities:
@@ -141,7 +135,7 @@ async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progre
 
 async def _merge_facts(config: WorkerConfig, model_dir: Path) -> MergeFacts:
     """The merged copy of a worker whose requests all use one adapter. Raises ConfigError if none is made within `MERGE_S`."""
-    worker = _Observed(config)
+    worker = Observed(config)
     try:
         await worker.service.start()
         profiler = Profiler(worker, model_dir)
@@ -168,7 +162,7 @@ class _Batch:
     adapters: int = ADAPTERS_PER_RANK  # of each rank, at most
 
 
-class _Observed:
+class Observed:
     """A worker and the reports of its steps."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -247,7 +241,7 @@ class _Loads:
 
 
 class Profiler:
-    def __init__(self, worker: _Observed, model_dir: Path) -> None:
+    def __init__(self, worker: Observed, model_dir: Path) -> None:
         assert worker.service.bus is not None, "the worker has started"
         self._worker, self._bus, self._model_dir = worker, worker.service.bus, model_dir
         self._limits = worker.limits
@@ -432,12 +426,13 @@ def timed_steps(reports: Sequence[StepReport]) -> list[Step]:
     for before, at, after in zip([-1, *steps], steps, steps[1:], strict=False):
         stats, took_s = reports[at].output.stats, reports[after].began_s - reports[at].began_s
         working = stats.running + stats.waiting > 0  # so the next step began at once
-        if working and not any(_copying(report.output.stats) for report in reports[before + 1 : after + 1]):
+        if working and not any(copying(report.output.stats) for report in reports[before + 1 : after + 1]):
             found.append(msgspec.structs.replace(stats, time_ms=took_s * 1000))
     return found
 
 
-def _copying(stats: StepStats) -> bool:
+def copying(stats: StepStats) -> bool:
+    """Whether an adapter was copied beside the step."""
     return bool(stats.adapters_loaded or (stats.copies is not None and stats.copies.under_way))
 
 

@@ -1,17 +1,21 @@
-"""Promise: requests of one size share steps whatever their adapters, none starves, and none runs without its adapters."""
+"""Promise: requests of one size share steps whatever their adapters, the most urgent first; none starves, and none runs without
+its adapters."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.policies.memory.adapter_slots import AdapterSlots
-from motet.policies.step.image_batch import BYPASS_MAX, ImageBatch, ImageBatchLimits, ImagePlan, ImageSequence
+from motet.policies.step.image_batch import BYPASS_MAX, ImageBatch, ImageBatchLimits, ImagePlan, ImageSequence, due_s
 from motet.policies.times.image_times import Bucket, ImageTimes
+from motet.shared.model import Slo
 
 SMALL, WIDE, LARGE = Bucket(8, 8), Bucket(8, 16), Bucket(128, 128)
 SIZE = 100
@@ -27,7 +31,7 @@ def batch(*, slots: int = 4, knee: int = 8, **limits: int) -> ImageBatch[ImageSe
     )
 
 
-def request(adapters: str = "", bucket: Bucket = SMALL, *, rows: int = 1, steps: int = 3, **more: int) -> ImageSequence:
+def request(adapters: str = "", bucket: Bucket = SMALL, *, rows: int = 1, steps: int = 3, **more: Any) -> ImageSequence:
     """A request for the adapters whose names are the letters of `adapters`."""
     sizes = tuple((name, SIZE) for name in adapters)
     return ImageSequence(order=next(_orders), bucket=bucket, rows=rows, steps=steps, adapters=sizes, **more)
@@ -67,10 +71,10 @@ def test_requests_with_different_adapters_and_steps_share_every_step() -> None:
     several = [request("a", steps=2), request("bc", steps=5), request(steps=3, step=1), request("a", steps=2)]
     for one in several:
         engine.add(one)
-    others = [several[0], several[1], several[3]]
+    others = {several[0], several[1], several[3]}
     plans = [step(engine) for _ in range(4)]
     assert [plan.stage for plan in plans] == ["encode", "denoise", "encode", "denoise"]
-    assert [plan.requests for plan in plans] == [several[2:3], several[2:3], others, several]
+    assert [set(plan.requests) for plan in plans] == [{several[2]}, {several[2]}, others, {*several}]
     assert [seq.step for seq in several] == [1, 1, 3, 1]
 
 
@@ -87,50 +91,72 @@ def test_a_request_that_has_begun_on_another_worker_goes_before_those_that_came_
     assert [plan.requests for plan in plans if plan.stage == "decode"] == [[resumed], [first], [second]]
 
 
-def test_sizes_never_share_a_step_but_the_time() -> None:
+def test_sizes_never_share_a_step_and_the_size_of_the_most_urgent_request_is_next() -> None:
     engine = batch()
-    for bucket in (SMALL, WIDE, SMALL, WIDE):
-        engine.add(request(bucket=bucket, steps=20))
-    plans = [plan for plan in drawn(engine) if plan.stage == "denoise"]
-    assert all(len({seq.bucket for seq in plan.requests}) == 1 for plan in plans)
-    first = Counter(plan.requests[0].bucket for plan in plans[:20])
-    assert first == {SMALL: 10, WIDE: 10}
+    for at, bucket in enumerate((SMALL, WIDE, SMALL, WIDE)):
+        engine.add(request(bucket=bucket, steps=20, arrival_s=float(at)))
+    plans = [plan.requests for plan in drawn(engine) if plan.stage == "denoise"]
+    assert [(requests[0].bucket, len(requests)) for requests in plans] == [(SMALL, 2)] * 20 + [(WIDE, 2)] * 20
 
 
-def test_a_size_whose_steps_take_longer_gets_fewer_of_them() -> None:
-    engine = batch()
-    for bucket in (SMALL, LARGE):
-        engine.add(request(bucket=bucket, steps=1000))
-    step(engine)
-    steps: Counter[Bucket] = Counter()
-    for _ in range(100):
-        plan = engine.plan(0.0)
-        engine.done(plan, 9.0 if plan.requests[0].bucket == LARGE else 1.0)
-        steps[plan.requests[0].bucket] += 1
-    assert steps[SMALL] == pytest.approx(90, abs=3)
+def test_the_least_slack_goes_first_and_who_has_no_objective_has_four_times_its_own_time() -> None:
+    engine = batch(knee=1)
+    for rows in (1, 2):
+        engine.times.observe(SMALL, rows, 1000.0 * rows)  # a step takes a second
+    loose = request(steps=5, arrival_s=0.0, due_s=21.0)  # has to start by 16
+    usual = request(steps=5, arrival_s=0.0)  # by 0 + 4 * 5 - 5 = 15
+    short = request(steps=2, arrival_s=8.0)  # by 8 + 4 * 2 - 2 = 14
+    tight = request(steps=9, arrival_s=8.0, due_s=20.0)  # by 11
+    late = request(steps=9, arrival_s=13.0, due_s=14.0)  # cannot be in time, so it may start when it came: by 13
+    for one in (loose, usual, short, tight, late):
+        engine.add(one)
+    assert [one.start_by_s for one in (loose, usual, short, tight, late)] == pytest.approx([16.0, 15.0, 14.0, 11.0, 13.0])
+    assert [plan.requests[0] for plan in drawn(engine) if plan.stage == "decode"] == [tight, late, short, usual, loose]
 
 
-def test_a_size_that_comes_late_is_not_paid_for_its_absence() -> None:
-    engine = batch()
-    engine.add(request(steps=1000))
-    for _ in range(200):
+def test_a_timeout_that_nobody_asked_for_is_no_objective() -> None:
+    assert due_s(Slo(e2e_slo_ms=3000.0), 7.0) == 10.0
+    assert due_s(Slo(), 7.0) == due_s(Slo(e2e_slo_ms=3000.0, e2e_is_timeout=True), 7.0) == math.inf
+
+
+def test_the_pictures_of_one_prompt_wait_as_long_as_they_take_together() -> None:
+    engine = batch(knee=4)
+    for rows, ms in ((1, 900.0), (2, 1000.0), (4, 1200.0)):
+        engine.times.observe(SMALL, rows, ms)
+    engine.times.observe_encode(2, 400.0)
+    engine.times.observe_decode(SMALL, 2, 600.0)
+    several, alone = request(rows=2, steps=10, pictures=5), request(rows=2, steps=10)
+    engine.add(several)
+    engine.add(alone)
+    assert alone.start_by_s == pytest.approx(3 * (0.2 + 10 * 1.0 + 0.3))
+    assert several.start_by_s == pytest.approx(3 * (0.2 + 10 * (2 * 1.2 + 1.0) + 5 * 0.3))
+
+
+def test_nobody_is_passed_by_requests_that_come_after_it_had_to_start() -> None:
+    engine = batch(knee=1)
+    for rows in (1, 2):
+        engine.times.observe(SMALL, rows, 1000.0 * rows)
+    long = request(steps=10, arrival_s=0.0)  # has to start by 30
+    engine.add(long)
+    now_s = 0.0
+    while long in list(engine):  # short ones come faster than they can be drawn
+        engine.add(request(steps=1, arrival_s=now_s))
+        step(engine, took_ms=1000.0)
+        now_s += 1.0
+        assert now_s < 120.0, "it starves"
+    assert len(engine) > 10
+
+
+def test_who_pauses_goes_on_where_it_was() -> None:
+    engine = batch(knee=1)
+    long, short = request(steps=6), request(steps=1, arrival_s=0.001)
+    engine.add(long)
+    for _ in range(3):
         step(engine)
-    engine.add(request(bucket=WIDE, steps=1000))
-    step(engine)
-    buckets = Counter(step(engine).requests[0].bucket for _ in range(20))
-    assert buckets == {SMALL: 10, WIDE: 10}
-
-
-def test_a_size_whose_requests_wait_for_a_copy_is_not_paid_for_that() -> None:
-    engine = batch()
-    engine.add(request(steps=1000))
-    engine.add(request("a", bucket=WIDE, steps=1000))
-    for _ in range(200):
-        assert step(engine, copies=False).requests[0].bucket == SMALL
-    engine.slots.arrived("a")
-    step(engine)
-    buckets = Counter(step(engine).requests[0].bucket for _ in range(20))
-    assert buckets == {SMALL: 10, WIDE: 10}
+    engine.add(short)
+    order = [plan.requests[0] for plan in drawn(engine) if plan.stage == "denoise"]
+    assert order == [short, *[long] * 4]
+    assert (long.step, short.step) == (6, 1)
 
 
 def test_a_step_has_as_many_rows_as_the_knee_and_the_first_come_are_first() -> None:
@@ -258,7 +284,7 @@ def test_an_order_of_ones_own_decides_who_is_next() -> None:
         ImageBatchLimits(rows_most=lambda _: 1),
         slots=AdapterSlots(1, SIZE, asynchronous=True),
         times=ImageTimes(),
-        urgency=lambda seq, now_s: -seq.order,
+        urgency=lambda seq: -seq.order,
     )
     first, last = request(steps=2), request(steps=2)
     engine.add(first)

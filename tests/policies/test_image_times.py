@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.policies.times.image_times import NEAR, START_MS, Bucket, ImageTimes
+from motet.policies.times.image_times import NEAR, REFRESH, START_MS, Bucket, ImageTimes
 
 SMALL, LARGE = Bucket(8, 8), Bucket(32, 32)
 
@@ -65,3 +65,45 @@ def test_steps_move_the_times_and_times_that_cannot_be_are_ignored() -> None:
         times.observe(SMALL, 2, float("nan"))
     assert times.step_ms(SMALL, 2) == pytest.approx(20.0, rel=0.01)
     assert times.knee(SMALL, 2) == 1
+
+
+def test_a_request_alone_takes_its_encoding_its_steps_and_the_decoding_of_its_pixels() -> None:
+    times = measured(SMALL, {1: 11.0, 2: 12.0, 4: 14.0})
+    times.observe_encode(4, 20.0)
+    times.observe_decode(SMALL, 2, 6.0)
+    assert times.decode_ms(SMALL) == pytest.approx(3.0) and times.decode_ms(LARGE) == pytest.approx(48.0)
+    assert times.own_ms(SMALL, 2, 10) == pytest.approx(5.0 + 10 * 12.0 + 3.0)
+    assert times.own_ms(SMALL, 2, 10, pictures=3, together=2) == pytest.approx(5.0 + 10 * (14.0 + 12.0) + 9.0)
+
+
+def test_times_of_encoding_and_decoding_follow_the_steps_and_ignore_what_cannot_be() -> None:
+    times = measured(SMALL, {1: 1.0, 2: 1.0})
+    for _ in range(100):
+        times.observe_encode(1, 8.0)
+        times.observe_encode(1, 0.0)
+        times.observe_decode(SMALL, 1, 2.0)
+        times.observe_decode(SMALL, 1, float("nan"))
+    times.observe_encode(1, 18.0)  # the latest one counts a tenth
+    assert times.own_ms(SMALL, 1, 1) == pytest.approx(9.0 + 1.0 + 2.0)
+
+
+def test_a_knee_that_was_measured_on_a_busy_machine_is_found_to_be_too_low() -> None:
+    times = measured(SMALL, {1: 10.0, 2: 20.0, 4: 40.0, 8: 80.0})  # the truth is a little more than 10 ms, whatever the rows
+    assert times.knee(SMALL, 8) == 1
+    taken = []
+    for _ in range(40 * REFRESH):
+        rows = times.rows(SMALL, 8)
+        taken.append(rows)
+        times.observe(SMALL, rows, 10.0 + rows / 10.0)
+    assert times.knee(SMALL, 8) == 8 and taken[-1] == 8
+    assert taken[: REFRESH - 4] == [1] * (REFRESH - 5) + [2], "it looks seldom"
+
+
+def test_looking_beyond_the_knee_finds_that_it_was_right() -> None:
+    times = measured(LARGE, {1: 100.0, 2: 199.0, 4: 396.0})
+    taken = []
+    for _ in range(10 * REFRESH):
+        rows = times.rows(LARGE, 8)
+        taken.append(rows)
+        times.observe(LARGE, rows, 99.0 * rows + 1.0)
+    assert (taken.count(1), taken.count(2)) == (10 * REFRESH - 10, 10)

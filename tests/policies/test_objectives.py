@@ -269,6 +269,24 @@ def test_an_objective_for_the_whole_answer_refuses_what_would_be_done_too_late()
     assert admit(state, picture(e2e_slo_ms=300.0)).worker_id == "a", "no worker can keep it, so it is no reason"
 
 
+def test_the_decoding_of_a_picture_counts_in_the_time_of_the_whole_answer():
+    request = picture(e2e_slo_ms=1600.0, area=4.0)
+    answers = []
+    for finish_ms in (0.0, 100.0, 200.0):
+        state = ClusterState()
+        state.put_worker(
+            "a", worker_limits(max_running=8, capabilities=("draws",)), msgspec.structs.replace(PERF, finish_ms=finish_ms)
+        )
+        state.heard("a", 0.0, kv_blocks_free=400, draining=False)
+        for number in range(4):
+            state.put_request("a", drawn(number))
+        answers.append(admit(state, request))
+    # 30 steps of 18 ms and the picture; others are decoded meanwhile: each of 5 rows by another 4 * finish_ms in 100 steps
+    quick, slow, slower = answers
+    assert quick.worker_id == "a" and slow.worker_id is slower.worker_id is None
+    assert slower.late_s - slow.late_s == pytest.approx((30 * 5 * 4 * 100.0 / L + 4 * 100.0) / 1000.0)
+
+
 def test_rows_count_where_a_time_per_step_is_an_objective():
     state = cluster("a", max_running=8, capabilities=("draws",))
     for number in range(4):

@@ -113,3 +113,13 @@ def test_the_padded_kernel_learns_from_rows_times_largest_rank_and_from_a_start_
         times.observe(replace(stats, time_ms=4.0 + 0.1 * rows + 0.002 * rows * largest))
     assert times.model.decode_lora_ms == pytest.approx(0.002, rel=0.1)
     assert times.model.decode_row_ms == pytest.approx(0.1, rel=0.1)
+
+
+def test_the_time_to_decode_a_picture_follows_the_steps_that_decode_and_begins_with_the_profiles():
+    times = StepTimes(replace(START_PERF, finish_ms=30.0))
+    assert times.model.finish_ms == 30.0
+    times.finished(4.0, 400.0)
+    assert times.model.finish_ms == pytest.approx(30.0 + 0.1 * 70.0)
+    fresh = StepTimes(START_PERF)
+    fresh.finished(0.25, 5.0)
+    assert fresh.model.finish_ms == pytest.approx(20.0)

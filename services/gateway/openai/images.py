@@ -186,7 +186,9 @@ class _Draft:
     def _objective(self, max_tokens: int, timeout_s: float) -> Slo:
         """The request's objective. Where it has none for the whole answer, that is its timeout: later, it would be in vain."""
         slo = self.preparer.objective(self.origin, max_tokens)
-        return slo if slo.e2e_slo_ms else msgspec.structs.replace(slo, e2e_slo_ms=timeout_s * 1000)
+        if slo.e2e_slo_ms:
+            return slo
+        return msgspec.structs.replace(slo, e2e_slo_ms=timeout_s * 1000, e2e_is_timeout=True)
 
     def _numbered(self, job: Job, index: int, seed: int) -> Job:
         """The job of one picture."""
@@ -194,7 +196,7 @@ class _Draft:
             job,
             request_id=f"{PREFIX}{self.origin.drawn}-{index}",
             sampling=msgspec.structs.replace(job.sampling, seed=seed),
-            image=msgspec.structs.replace(_image(job), index=index),
+            image=msgspec.structs.replace(_image(job), index=index, pictures=self.request.n or 1),
         )
 
     def _adapters(self) -> tuple[Weighted, ...]:

@@ -16,5 +16,9 @@ class ImageLimits:
     pixels_max: int
     """The largest picture, width x height."""
     steps_max: int
+    rows_max: int
+    """The most rows of a denoising step."""
+    area_max: int
+    """The most positions of the latents of a step together: with `rows_max` what memory holds."""
     state_bytes_max: int = 64 << 20
     """The largest checkpoint of a picture."""

@@ -107,6 +107,8 @@ def assemble(
             step_px=checkpoint.multiple_px,
             pixels_max=PICTURE_PIXELS_MAX,
             steps_max=PICTURE_STEPS_MAX,
+            rows_max=ROWS_MAX,
+            area_max=ROWS_AREA,
         ),
     )
 

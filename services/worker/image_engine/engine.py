@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from motet.policies.step.image_batch import ImageBatch, ImageBatchLimits, ImagePlan
+from motet.policies.step.image_batch import ImageBatch, ImageBatchLimits, ImagePlan, due_s
 from motet.policies.times.image_times import Bucket, ImageTimes
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import DrawingStats, EngineRequest, StepOutput, StepStats
@@ -182,9 +182,9 @@ class ImageEngine:
         stats.drawing = told = DrawingStats(plan.stage, image.width * image.height, len(plan.requests))
         try:
             if plan.stage == "encode":
-                self._encode(plan, stats)
+                self._encode(plan, stats, began_s)
             elif plan.stage == "decode":
-                self._decode(plan)
+                self._decode(plan, began_s)
             else:
                 self._denoise(plan, stats, told, began_s)
         except Exception as error:  # whatever it was, its requests must be answered and the others served
@@ -195,7 +195,7 @@ class ImageEngine:
                     self._fail(drawing, MotetError(f"the engine step failed: {type(error).__name__}: {error}"))
         told.took_s = clock_s() - began_s
 
-    def _encode(self, plan: ImagePlan[Drawing], stats: StepStats) -> None:
+    def _encode(self, plan: ImagePlan[Drawing], stats: StepStats, began_s: float) -> None:
         self._passes.encode(plan.requests)
         for drawing in plan.requests:
             drawing.encoded_s = drawing.kept_s = clock_s()
@@ -203,7 +203,7 @@ class ImageEngine:
                 self._passes.prepare(drawing)
             except MotetError as error:
                 self._fail(drawing, error)
-        self._batch.done(plan)
+        self._batch.done(plan, (clock_s() - began_s) * 1000)
         for drawing in plan.requests:
             if drawing.stage != "encode":
                 self._changed[drawing.request.request_id] = drawing.brief()
@@ -237,13 +237,13 @@ class ImageEngine:
             item.state, drawing.kept_s = drawing.state(), now_s
         return item
 
-    def _decode(self, plan: ImagePlan[Drawing]) -> None:
+    def _decode(self, plan: ImagePlan[Drawing], began_s: float) -> None:
         pictures = self._passes.decode(plan.requests)
-        self._batch.done(plan)
         for drawing, pixels in zip(plan.requests, pictures, strict=True):
             item = drawing.item("stop")
             item.picture = self._picture(drawing, pixels, preview=False)
             self._end(drawing, item)
+        self._batch.done(plan, (clock_s() - began_s) * 1000)
 
     def _picture(self, drawing: Drawing, pixels: np.ndarray, *, preview: bool) -> Picture:
         image, height, width = drawing.image, *pixels.shape[:2]
@@ -272,6 +272,9 @@ class ImageEngine:
             table=table,
             parts=parts,
             resumed=request.output_tokens > 0,
+            pictures=image.pictures,
+            arrival_s=request.arrival_s,
+            due_s=due_s(request.slo, request.arrival_s),
             reported=min(request.output_tokens, image.steps_run),
         )
 
