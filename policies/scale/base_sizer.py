@@ -18,6 +18,7 @@ from motet.shared.wire.scale import Decision
 
 LOOK_S = 15.0
 """Time between two looks."""
+LONG_AGO_S = -1e9
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     leaving: list[str] = []
     lost: dict[str, float] = {}  # worker that vanished: since
     told: int = 0  # workers that there should be by the last decision, whoever made it
+    slept: bool = False  # none, by that decision, since nobody asked
     queued: float = 0.0  # requests that wait on workers
     parked: int = 0  # requests that wait at gateways for a first worker
     missing: list[str] = []  # names of inputs that are not there
@@ -46,7 +48,7 @@ class BaseSizer:
         self._forecast = RateForecast(period_s=LOOK_S)
         self._packed = packed
         self._sizer = Sizer(config, packed)
-        self._asked_s: float | None = None  # of the last request; before one, of the first look
+        self._asked_s: float | None = None  # of the last request; before one, of the first look, unless the base slept then
         self._counted = 0.0, 0.0
 
     def look(self, seen: Seen) -> tuple[Ahead, Decision | None]:
@@ -76,8 +78,10 @@ class BaseSizer:
         """The forecast, from what has come since the last look."""
         arrived = Rates(*(now - before for now, before in zip(seen.counted, self._counted, strict=True)))
         self._counted = seen.counted
-        if arrived.requests_s or seen.parked or self._asked_s is None:
+        if arrived.requests_s or seen.parked:
             self._asked_s = seen.now_s
+        elif self._asked_s is None:
+            self._asked_s = LONG_AGO_S if seen.slept else seen.now_s
         ahead = self._forecast.look(seen.now_s, arrived, lead_s=seen.lead_s)
         if seen.ready:
             self._forecast.missed(self._packed(ahead.now).workers > len(seen.ready))

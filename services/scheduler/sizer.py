@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from motet.policies.cluster.lost_workers import HOPED_FOR, LostWorkers
 from motet.policies.cluster.worker_book import Known
-from motet.policies.scale.base_sizer import LOOK_S, BaseSizer, Seen
+from motet.policies.scale.base_sizer import LONG_AGO_S, LOOK_S, BaseSizer, Seen
 from motet.policies.scale.fleet_demand import BaseRates, FleetDemand
 from motet.policies.scale.need import Asked, Objective, Packed, typical
 from motet.policies.scale.sizing import SizingConfig
@@ -32,13 +32,16 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
 from motet.shared.model import EXCLUSIVE_CAPABILITIES
 from motet.shared.telemetry import logger
+from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.wire.scale import Decision, Sized, Wake
 from motet.shared.wire.worker_state import WorkerNotice
 
 log = logger("motet.scheduler.sizer")
 STARTS_S = 1.0
+ASK_S = 1.0
+OLD_MS = 60_000  # a decision of this age says nothing about now
+ASLEEP = frozenset({"idle", "asleep"})
 WOKEN_S = 15.0  # so long the word that requests wait holds
-LONG_AGO_S = -1e9
 KEPT = 200  # decisions of a base model
 BASES_MAX = 64
 EXCLUSIVE = frozenset(EXCLUSIVE_CAPABILITIES)
@@ -87,6 +90,16 @@ class FleetSizer:
         await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
         await self._bus.subscribe(subjects.SCALE, Sized, self._on_sized)
         await self._bus.subscribe(subjects.WAKE, Wake, self._on_wake)
+        await self._ask_for_decisions()
+
+    async def _ask_for_decisions(self) -> None:
+        """Those of a scheduler that is there already, so that a new one goes on with them and wakes nobody."""
+        with contextlib.suppress(MotetError):
+            reply = await self._bus.request(subjects.SCHEDULER_STATUS, StatusRequest(scale=True), StatusReply, timeout_s=ASK_S)
+            for decisions in reply.scale if isinstance(reply, ClusterStatus) else []:
+                if decisions and unix_ms() - decisions[-1].at_unix_ms < OLD_MS:
+                    for sized in decisions:
+                        self._on_sized(sized)
 
     def _on_notice(self, notice: WorkerNotice) -> None:
         base, now = self._base(notice.base_model), now_s()
@@ -138,9 +151,11 @@ class FleetSizer:
 
     def _watch_starts(self) -> None:
         now = now_s()
-        serving = {known.worker_id for known in self._cluster.serving(now)}
+        serving = self._cluster.serving(now)
+        for known in serving:
+            self._base(known.limits.base_model).lost.on_state(known.worker_id, known.incarnation)
         for base in self._bases.values():
-            base.starts.look(now, serving)
+            base.starts.look(now, {known.worker_id for known in serving})
 
     async def look(self) -> list[Sized]:
         """What all base models need now; decides nothing while another scheduler plans, but keeps the forecasts going."""
@@ -207,6 +222,7 @@ class FleetSizer:
             leaving=leaving,
             lost=lost,
             told=decided[-1].decision.desired if decided else 0,
+            slept=decided[-1].decision.reason in ASLEEP if decided else False,
             queued=float(state.table["queued"][rows].sum()),
             parked=base.woken(now),
             missing=missing,

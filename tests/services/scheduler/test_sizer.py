@@ -120,6 +120,21 @@ async def test_a_waiting_request_is_seen_also_when_the_one_that_plans_is_gone(bu
     assert decision(other).reason == "woken"
 
 
+async def test_a_new_scheduler_goes_on_with_the_decisions_and_wakes_nobody(bus, schedule, hire):
+    worker = await hire("w1")
+    first = await schedule(scale="act", scale_min=0, scale_idle_s=0.2, instance_id="s1")
+    await eventually(lambda: (found := decision(first)) is not None and found.reason == "idle")
+    await worker.goodbye()
+    await eventually(lambda: decision(first).reason == "asleep")
+    second = await schedule(scale="act", scale_min=0, scale_idle_s=60.0, instance_id="s2")
+    assert decision(second).reason == "asleep" and len(second.sizer.decisions[BASE]) > 1
+    await first.stop()
+    await eventually(lambda: second.planner.mine, within_s=10.0)
+    told = len(second.sizer.decisions[BASE])
+    await eventually(lambda: len(second.sizer.decisions[BASE]) > told + 3)
+    assert {one.decision.desired for one in list(second.sizer.decisions[BASE])[told:]} == {0}
+
+
 async def test_a_base_that_nobody_asks_for_needs_no_worker_until_a_request_waits(bus, schedule, hire, monkeypatch):
     monkeypatch.setattr(sizer, "WOKEN_S", 0.5)
     await hire("w1")
