@@ -67,7 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="recorded requests (GenTD26): CSV, gzip; default: drawn ones")
     parser.add_argument("--load-latency", type=Path, help="recorded load times of adapters: CSV, gzip; default: drawn ones")
     parser.add_argument("--base-latency", type=Path, help="recorded load times of base models: CSV, gzip; default: 22 s")
-    parser.add_argument("--fit", action="store_true", help="search the two constants on the first part instead; not recorded")
+    parser.add_argument("--fit", action="store_true", help="search the two constants on the first part instead")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,8 +8,6 @@ the fleet's rate. Only requests with one adapter are taken (93% of those with an
 
 from __future__ import annotations
 
-import csv
-import gzip
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from motet.policies.cluster.worker_table import hash_of
+from motet.shared.json_files import FileError
+from motet.twin import traces
 
 KINDS = ("TXT_2_IMG", "INPAINTING", "IMG_2_IMG")
 """The paper's task types: SDXL, SD 2 inpainting, SDXL refiner."""
@@ -66,21 +66,24 @@ class Asked:
 
 
 def recorded(path: Path) -> list[Asked]:
-    """The requests of the recorded trace with one of the ADAPTERS most used adapters, in its order."""
-    with gzip.open(path, "rt") as file:
-        rows = [row for row in csv.DictReader(file) if row["num_lora"] == "1"]
-    used = Counter(row["lora_ids"] for row in rows)
+    """The requests of the recorded trace with one of the ADAPTERS most used adapters, in its order. Raises FileError."""
+    with traces.opened(path) as lines:
+        header = traces.first_line(path, lines).split(",")
+        rows = traces.csv_rows(path, header, lines)
+        asked = [_asked(path, at, row) for at, row in rows if traces.text(path, at, row, "num_lora") == "1"]
+    used = Counter(one.adapter for one in asked)
     top = {adapter for adapter, _ in used.most_common(ADAPTERS)}
-    return [
-        Asked(
-            KINDS.index(row["predict_type"]),
-            row["lora_ids"],
-            int(np.clip(int(row["num_inference_steps"]), *STEPS)),
-            float(np.clip(float(row["exec_time_seconds"]), *ALONE_S)),
-        )
-        for row in rows
-        if row["lora_ids"] in top
-    ]
+    return [one for one in asked if one.adapter in top]
+
+
+def _asked(path: Path, at: int, row: traces.Row) -> Asked:
+    kind = traces.text(path, at, row, "predict_type")
+    if kind not in KINDS:
+        raise FileError(path, at, "predict_type", f"{kind!r} is none of {', '.join(KINDS)}")
+    steps = traces.number(path, at, row, "num_inference_steps")
+    alone_s = traces.number(path, at, row, "exec_time_seconds")
+    adapter = traces.text(path, at, row, "lora_ids")
+    return Asked(KINDS.index(kind), adapter, int(np.clip(steps, *STEPS)), float(np.clip(alone_s, *ALONE_S)))
 
 
 REPEATS, SLOPE, DRIFT = 0.45, 0.82, 1500

@@ -7,8 +7,6 @@ sheets) an A40, a V100 and an RTX 3090 take about 2, 2.2 and 2.5 times as long a
 
 from __future__ import annotations
 
-import csv
-import gzip
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from bench.rock_fleet.jobs import KINDS, Asked, adapter_size
+from motet.twin import traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +116,15 @@ class Loads:
 
 
 def recorded_loads(adapters: Sequence[str], adapter_times: Path, base_times: Path | None) -> Loads:
-    """Load times from recorded tables (`value`, in ms); of base models the mean."""
+    """Load times from recorded tables (`value`, in ms); of base models the mean. Raises FileError."""
     base_s = float(np.mean(_seconds(base_times))) if base_times is not None else BASE_S
     return Loads(_seconds(adapter_times), adapters, base_s)
 
 
 def _seconds(path: Path) -> list[float]:
-    with gzip.open(path, "rt") as file:
-        return [float(row["value"]) / 1000.0 for row in csv.DictReader(file)]
+    with traces.opened(path) as lines:
+        header = traces.first_line(path, lines).split(",")
+        return [traces.number(path, at, row, "value") / 1000.0 for at, row in traces.csv_rows(path, header, lines)]
 
 
 def drawn_loads(adapters: Sequence[str], seed: int) -> Loads:

@@ -19,6 +19,7 @@ from bench.rock_fleet.measure import Outcome, Setting, measure
 from motet.policies.memory.adapter_slots import AdapterSlots
 from motet.policies.step.image_batch import ImageBatch, ImageBatchLimits, ImageSequence
 from motet.policies.times.image_times import Bucket, ImageTimes
+from motet.shared.json_files import FileError
 
 ONE, MIXED = Worker(mixed=False, rows=1, launch=0.5), Worker(mixed=True, rows=2, launch=0.5)
 MIB = 2**20
@@ -213,3 +214,10 @@ def test_of_a_recorded_trace_the_requests_with_one_adapter_are_taken_in_order(tm
     path = tmp_path / "requests.csv.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
     assert jobs.recorded(path) == [jobs.Asked(0, "aa", 30, 120.0), jobs.Asked(2, "bb", 20, 20.0)]
+
+
+def test_a_trace_that_cannot_be_read_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    path.write_text("predict_type,exec_time_seconds,num_inference_steps,num_lora,lora_ids\nTXT_2_IMG,soon,30,1,aa\n")
+    with pytest.raises(FileError, match=r"2.*exec_time_seconds"):
+        jobs.recorded(path)
