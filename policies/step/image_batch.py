@@ -214,6 +214,10 @@ class ImageBatch(Generic[S]):
         """The rows that a step of this bucket should have: up to the knee, and what the memory holds."""
         return self.times.knee(bucket, max(1, self.limits.rows_most(bucket)))
 
+    def rows_now(self, bucket: Bucket) -> int:
+        """The rows that the next step of this bucket may have: from time to time more than it should."""
+        return self.times.rows(bucket, max(1, self.limits.rows_most(bucket)))
+
     def _eligible(self, ordered: list[S], plan: ImagePlan[S]) -> list[S]:
         """Rule 5: those that can be encoded or denoised now, with slots for those that can be next. They keep the order."""
         room: dict[Bucket, list[int]] = {}  # rows of ready requests, and of those that wait for copies, still to be let in
@@ -273,7 +277,7 @@ class ImageBatch(Generic[S]):
         """Rules 1 to 3."""
         bucket = ready[0].bucket
         chosen: list[S] = []
-        left = self.times.rows(bucket, max(1, self.limits.rows_most(bucket)))
+        left = self.rows_now(bucket)
         for seq in ready:
             if seq.bucket == bucket and (seq.rows <= left or not chosen):
                 chosen.append(seq)
