@@ -22,16 +22,17 @@ from motet.twin.workload import Request, Workload
 
 HEARTBEAT_S = 0.5
 ABSENT_S, SILENT_S = 0.15, 0.85  # pings find a dead worker, and one that is frozen or cut off
-What = Literal["kill", "leave", "freeze", "cut", "lossy", "deaf", "move"]
+What = Literal["kill", "leave", "sleep", "freeze", "cut", "lossy", "deaf", "move"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What happens at `at_s` to process `index`, for `lasts_s`.
 
-    kill: it dies, and another one starts after `lasts_s`. leave: a worker hands back its requests first. freeze, cut: it stands
-    still, or no message gets through. lossy: frames of a worker are lost, repeated and late. deaf: a scheduler's answers are
-    lost. move: a scheduler moves the requests of all other workers to this one.
+    kill: it dies, and another one starts after `lasts_s`. leave: a worker hands back its requests first. sleep: all workers
+    leave; this one starts again first, the others after twice the time. freeze, cut: it stands still, or no message gets
+    through. lossy: frames of a worker are lost, repeated and late. deaf: a scheduler's answers are lost. move: a scheduler
+    moves the requests of all other workers to this one.
     """
 
     what: What
@@ -132,11 +133,19 @@ class Mesh:
                 self._network.after(fault.lasts_s, self._back, process, process.generation)
                 self._network.after(SILENT_S, self._told_lost, process, process.generation)
             case "kill" | "leave":
-                if fault.what == "leave" and isinstance(process, WorkerProcess):
-                    process.hand_back()
-                process.kill(self.events.now_s)
-                self._network.after(fault.lasts_s, process.restart)
-                self._network.after(ABSENT_S, self._told_lost, process, process.generation)
+                self._end(process, fault.lasts_s, leaves=fault.what == "leave")
+            case "sleep":
+                for other in processes[fault.kind]:
+                    if not other.dead:
+                        self._end(other, fault.lasts_s * (1 if other is process else 2), leaves=True)
+
+    def _end(self, process: Process, lasts_s: float, *, leaves: bool) -> None:
+        """A process dies, after it has handed back its requests if it `leaves`, and starts again."""
+        if leaves and isinstance(process, WorkerProcess):
+            process.hand_back()
+        process.kill(self.events.now_s)
+        self._network.after(lasts_s, process.restart)
+        self._network.after(ABSENT_S, self._told_lost, process, process.generation)
 
     def _back(self, process: Process, generation: int) -> None:
         if (

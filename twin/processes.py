@@ -24,6 +24,7 @@ from motet.policies.owner.events import (
     Event,
     Newcomer,
     Over,
+    Parked,
     Pause,
     PauseOver,
     Refused,
@@ -50,6 +51,7 @@ from motet.twin.workload import Request
 TICK_S = 0.1
 LEASE_S = 2.5  # a lease that is not renewed for so long has expired
 ASSIGN_S = 1.0  # a scheduler waits this long for a worker's answer
+PARK_S = 300.0  # a new request waits this long for a worker that starts
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Counts:
 
     resumed: int = 0
     moved: int = 0
+    parked: int = 0
     ended: dict[str, int] = field(default_factory=dict)
 
 
@@ -246,7 +249,8 @@ class Search:
             return
         chosen = scheduler.decide(self._ask, self._now_s) if len(tried) < scheduler.spec.attempts else None
         if chosen is None or chosen.worker_id is None:
-            why: Any = "unavailable" if tried or not len(scheduler.state) else "overloaded"
+            full = chosen is not None and chosen.screening is not None and "full" in chosen.screening.rejected
+            why: Any = "overloaded" if full and not tried else "unavailable"
             self._reply(Refused(self._stream, self._epoch, Trouble(why, why, why)))
             return
         self._assign(chosen.worker_id, chosen)
@@ -303,7 +307,9 @@ class Gateway(Process):
     ) -> None:
         super().__init__("gateway", index)
         self._network, self._schedulers, self._workers, self._counts = network, schedulers, workers, counts
-        self.core = OwnerCore(self, trouble=lambda error: error, lost=lambda reason: Trouble("lost", "worker_lost", reason))
+        self.core = OwnerCore(
+            self, trouble=lambda error: error, lost=lambda reason: Trouble("lost", "worker_lost", reason), park_s=PARK_S
+        )
         self.seen = WorkersSeen(base_model)
         self._awaited: dict[tuple[str, int], int] = {}  # submissions without an answer: how many there were before
         self._submits = 0
@@ -369,6 +375,8 @@ class Gateway(Process):
                 case Over(owned, _):
                     how = "refused" if owned.error is not None and not owned.opened else owned.finish or "error"
                     self._counts.ended[how] = self._counts.ended.get(how, 0) + 1
+                case Parked():
+                    self._counts.parked += 1
                 case Told(what):
                     self._counts.resumed += what == "resumed"
                     self._counts.moved += what == "moved"

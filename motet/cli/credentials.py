@@ -120,6 +120,7 @@ SERVICES: dict[str, Permissions] = {
             subjects.SUBMIT,
             subjects.SCHEDULER_STATUS,
             subjects.OUTCOME,
+            subjects.WAKE,
             subjects.registry("*"),
             subjects.control("*"),
             subjects.ping("*"),
@@ -143,7 +144,7 @@ SERVICES: dict[str, Permissions] = {
             *_store_write(subjects.PICTURES),  # a picture that was read is deleted
             "$JS.API.STREAM.NAMES",  # tenants' request streams are found by their subjects
         ),
-        subscribe=(subjects.STREAMS, subjects.WORKER_STATES, subjects.WORKER_NOTICES, subjects.MOVE),
+        subscribe=(subjects.STREAMS, subjects.WORKER_STATES, subjects.WORKER_NOTICES, subjects.MOVE, subjects.SCALE),
     ),
     "scheduler": Permissions(
         publish=(
@@ -166,6 +167,7 @@ SERVICES: dict[str, Permissions] = {
             subjects.WORKER_NOTICES,
             subjects.DEMAND,
             subjects.SCALE,
+            subjects.WAKE,
             "$SRV.>",
         ),
         answers=("gateway",),

@@ -1,32 +1,32 @@
 """Follows the schedulers' decisions about numbers of workers: starts and stops workers of a stack (`motet up --workers 1..4`).
 
-    scheduler ──Sized, asked for every POLL_S──> Follower ──> Stack.grow / Stack.shrink
+    scheduler ──Sized──> Follower ──> Stack.grow / Stack.shrink
 
-A decision is carried out once: after a change only a later one counts. It says how many workers there should be, not how many
-more, so one that was made before a new worker had told that it starts does no harm.
+A decision is carried out once. It says how many workers there should be, not how many more, so one that was made before a new
+worker had told that it starts does no harm. Workers leave in the background.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
+from motet.cli.stack import Stack
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import BusConfig
 from motet.shared.errors import MotetError
-from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.wire.scale import Sized
 
-POLL_S = 2.0
 OLD_MS = 60_000
 """A decision of this age says nothing about now."""
 REST_S = 60.0
 """After a worker that could not start."""
+AGAIN_S = 5.0
+"""After NATS could not be reached."""
 
 
 class Workers(Protocol):
@@ -40,7 +40,7 @@ class Workers(Protocol):
         """Start workers until there are so many."""
 
     async def shrink(self, worker: str) -> None:
-        """Let one drain and stop."""
+        """Let this one drain and stop in the background, or the last one where it is not known."""
 
 
 class Follower:
@@ -51,27 +51,33 @@ class Follower:
         self._since_ms = 0  # only later decisions count
         self._asked = 0  # workers after the last change
         self._rest_until_s = 0.0
+        self._last: Sized | None = None
+        self._news = asyncio.Event()
 
     async def run(self, bus_config: BusConfig, base_model: str) -> None:
-        """Ask a scheduler every `POLL_S`. Never returns."""
-        bus = await Bus.connect(bus_config, "motet-follow", inbox="gateway")
+        """Follow the decisions for a base model. Never returns."""
+
+        def heard(sized: Sized) -> None:
+            if sized.base_model == base_model:
+                self._last = sized
+                self._news.set()
+
+        while True:
+            try:
+                bus = await Bus.connect(bus_config, "motet-follow", inbox="gateway")
+                break
+            except MotetError as error:
+                self._say(f"numbers of workers cannot be followed: {error.message}; next try in {AGAIN_S:g} s")
+                await asyncio.sleep(AGAIN_S)
         try:
+            await bus.subscribe(subjects.SCALE, Sized, heard)
             while True:
-                await asyncio.sleep(POLL_S)
-                for sized in await self._told(bus):
-                    if sized.base_model == base_model:
-                        await self.follow(sized)
+                await self._news.wait()
+                self._news.clear()
+                assert self._last is not None
+                await self.follow(self._last)
         finally:
             await bus.close()
-
-    async def _told(self, bus: Bus) -> list[Sized]:
-        """The last decisions; none while nobody decides."""
-        asked = StatusRequest(scale=True)
-        try:
-            reply = await bus.request(subjects.SCHEDULER_STATUS, asked, StatusReply, timeout_s=POLL_S)
-        except (MotetError, msgspec.MsgspecError):
-            return []
-        return [decisions[-1] for decisions in reply.scale if decisions] if isinstance(reply, ClusterStatus) else []
 
     async def follow(self, sized: Sized) -> None:
         """Carry out a decision, unless it is too old or was carried out before."""
@@ -84,10 +90,27 @@ class Follower:
         desired = min(max(sized.decision.desired, self._least), self._most)
         if desired == have or (desired > have and now_s() < self._rest_until_s):
             return
+        self._since_ms = sized.at_unix_ms
         self._say(f"workers: {have} -> {desired if desired > have else have - 1} ({sized.decision.reason})")
         if desired > have:
             await self._workers.grow(desired)
         else:
-            leaves = sized.decision.leaves
-            await self._workers.shrink(leaves if leaves in self._workers.workers else self._workers.workers[-1])
-        self._asked, self._since_ms = len(self._workers.workers), unix_ms()
+            await self._workers.shrink(sized.decision.leaves)
+        self._asked = len(self._workers.workers)
+
+
+async def followed(stack: Stack, say: Callable[[str], None]) -> None:
+    """Wait for a failure of a stack; meanwhile start and stop workers as schedulers decide, if `--workers` is a range."""
+    logging.getLogger("motet").addHandler(logging.NullHandler())  # the services say what happens to NATS
+    options = stack.options
+    if options.workers_most <= options.workers_least:
+        await stack.failed()
+        return
+    follower = Follower(stack, options.workers_least, options.workers_most, say)
+    following = asyncio.create_task(follower.run(stack.bus_config("gateway"), options.served_model_name))
+    following.add_done_callback(lambda task: None if task.cancelled() else say(f"nothing is followed: {task.exception()!r}"))
+    try:
+        await stack.failed()
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)

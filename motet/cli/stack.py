@@ -56,7 +56,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     adapters_dir: str = ""
     adapter_roots: tuple[str, ...] = ()  # where adapters may be registered from by path, besides adapters_dir
     workers: int = 1
-    workers_most: int = 0  # that `resize` may start; 0: as many as `workers`
+    workers_least: int = 0  # with `workers_most`: the bounds of `grow` and `shrink`
+    workers_most: int = 0  # 0: the number does not change
     gateways: int = 1
     schedulers: int = 1
     threads: int = 0  # per worker; 0 shares the cores
@@ -115,7 +116,6 @@ class Stack:
         self._nats: NatsProcess | None = None
         self.listeners: list[socket.socket] = []  # one per gateway
         self._generation = 0  # how often everything was restarted
-        self._workers = [f"worker-{i + 1}" for i in range(options.workers)]
         self._changing = asyncio.Lock()  # one change of the processes at a time
         self._supervisor: Supervisor | None = None
         self._healing: asyncio.Task[None] | None = None
@@ -130,11 +130,11 @@ class Stack:
         return self.options.bus.nats_url if self.options.bus is not None else ""
 
     def names(self) -> list[str]:
-        """The children, in the order in which they start."""
+        """The children of the start, in the order in which they start."""
         o = self.options
-        copies = {"gateway": o.gateways, "scheduler": o.schedulers}
+        copies = {"worker": o.workers, "gateway": o.gateways, "scheduler": o.schedulers}  # the slowest to start first
         names = [f"{kind}-{i + 1}" for kind, count in copies.items() for i in range(count)]
-        return [*(["nats"] if o.bus is None else []), *self._workers, *names, "registry", "predictor"]  # the slowest first
+        return [*(["nats"] if o.bus is None else []), *names, "registry", "predictor"]
 
     async def start(self) -> None:
         """Start everything and wait until it is ready. Raises ConfigError, NatsStartError or supervisor.StartFailed."""
@@ -187,7 +187,10 @@ class Stack:
 
     async def _restart(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         self._generation += 1
-        for name in sorted(self.names(), key=lambda name: RESTART_ORDER.index(name.split("-")[0])):
+        names = [child.name for child in self.children]
+        for name in sorted(names, key=lambda name: RESTART_ORDER.index(name.split("-")[0])):
+            if name not in [child.name for child in self.children]:  # a worker that could not start
+                continue
             say(f"{name}: restarting")
             if name == "nats":
                 await supervisor.bounce(name, ready_s=READY_S)
@@ -214,25 +217,29 @@ class Stack:
         """The workers that run or start; one that leaves is none of them."""
         return [child.name for child in self.children if child.name.startswith("worker")]
 
+    @property
+    def leaving(self) -> list[str]:
+        """The processes that drain."""
+        return self._supervisor.leaving if self._supervisor is not None else []
+
     async def grow(self, count: int) -> None:
         """Start workers until there are `count`; returns at once. A worker that cannot start goes again."""
         assert self._supervisor is not None and self._ready, "start() comes first"
         async with self._changing:
-            names = [f"worker-{i + 1}" for i in range(max(self.options.workers_most, count))]
-            free = [name for name in names if name not in self.workers]
+            leaving = [] if self.options.gpus else self._supervisor.leaving  # the GPU of one that leaves is not free yet
+            names = [f"worker-{i + 1}" for i in range(max(self.options.workers_most, count) + len(leaving))]
+            free = [name for name in names if name not in (*self.workers, *self._supervisor.leaving)]
             for name in free[: max(0, count - len(self.workers))]:
                 self._supervisor.add(self._service(name))
-            self._workers = self.workers
             self._write_facts()
 
     async def shrink(self, worker: str) -> None:
-        """Let a worker drain and stop; its requests go on elsewhere. Ids of workers that were replaced are understood."""
+        """Let a worker drain and stop in the background, or the last one where this is none of them."""
         assert self._supervisor is not None and self._ready, "start() comes first"
         async with self._changing:
-            name = worker if worker in self.workers else worker.rpartition("-")[0]
-            if name in self.workers:
+            named = [name for name in (worker, worker.rpartition("-")[0]) if name in self.workers]  # one that was replaced
+            for name in (named or self.workers)[-1:]:
                 await self._supervisor.remove(name, drain_s=self.options.drain_s + MARGIN_S)
-            self._workers = self.workers
             self._write_facts()
 
     async def failed(self) -> None:

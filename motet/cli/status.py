@@ -63,7 +63,7 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             f"{worker['worker_id']} has {escape(name)} merged into its weights: {worker['merged_share']:.0%} of its requests",
             highlight=False,
         )
-    for line in demand_lines(answer.get("demand") or []):
+    for line in [*asleep_lines(gateway), *demand_lines(answer.get("demand") or [])]:
         console.print(escape(line), highlight=False)
     if moves := answer.get("rebalance"):
         console.print(escape(f"{answer['scheduler_id']}: rebalance {moves['state']} ({moves['why']})"), highlight=False)
@@ -81,6 +81,14 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
 def counted(count: int, noun: str) -> str:
     """`count` and the noun in its number: "1 adapter", "2 adapters"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def asleep_lines(gateway: dict[str, Any]) -> list[str]:
+    """Lines on a base model that has no worker since nobody asks."""
+    lines = ["asleep: nobody asks, so no worker is needed; the next request has one started"] if gateway.get("asleep") else []
+    if waiting := gateway.get("parked"):
+        lines.append(f"waiting: {counted(waiting, 'request')} at {gateway['id']} until a first worker serves")
+    return lines
 
 
 def demand_lines(demand: list[dict[str, Any]]) -> list[str]:

@@ -68,6 +68,11 @@ class Supervisor:
         """One per name; after a `replace` the successor."""
         return list(self._children.values())
 
+    @property
+    def leaving(self) -> list[str]:
+        """The names of children that were removed or replaced and still drain."""
+        return [child.name for child in self._leaving]
+
     async def start(self) -> None:
         """Start everything and return when all children are ready. Raises StartFailed; call `stop` also then."""
         self._failed = asyncio.get_running_loop().create_future()
@@ -113,15 +118,26 @@ class Supervisor:
         task.add_done_callback(ended)
 
     async def remove(self, name: str, *, drain_s: float) -> None:
-        """Let a child drain and end, at most for `drain_s`, and look after it no longer."""
-        self._tasks[name].cancel()
-        await asyncio.gather(self._tasks[name], return_exceptions=True)
+        """Look after a child no longer. It drains and ends in the background, at most for `drain_s`."""
+        await self._cancel(name)
+        if name not in self._children:  # it was given up meanwhile
+            return
         child = self._forget(name)
         self._watcher.changed(name, "stopping", "")
         task = self._leaving[child] = asyncio.create_task(self._end(child, drain_s))
-        task.add_done_callback(lambda _: self._leaving.pop(child, None))
-        await asyncio.wait({task})
-        self._watcher.changed(name, "stopped", _how(child))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._leaving.pop(child, None)
+            if not task.cancelled():
+                self._watcher.changed(name, "stopped", _how(child))
+
+        task.add_done_callback(ended)
+
+    async def _cancel(self, name: str) -> None:
+        """Look no longer after the child of this name, if there is one."""
+        if (task := self._tasks.get(name)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _forget(self, name: str) -> Child:
         del self._tasks[name], self._ready[name]
@@ -168,11 +184,13 @@ class Supervisor:
             if code in (None, CONFIG_ERROR_EXIT) or attempts >= START_ATTEMPTS or now_s() > deadline:
                 raise StartFailed(f"the new {name} cannot start, the old one stays: {problem}\n{_last_words(successor)}")
             await asyncio.sleep(FIRST_BACKOFF_S)
-        predecessor = self._children[name]
-        self._tasks[name].cancel()
-        await asyncio.gather(self._tasks[name], return_exceptions=True)
+        await self._cancel(name)
+        predecessor = self._children.get(name)  # none where a further child was given up meanwhile
         self._children[name] = successor
+        self._ready.setdefault(name, asyncio.Event())
         self._look_after(successor, running=True)
+        if predecessor is None:
+            return
         task = self._leaving[predecessor] = asyncio.create_task(self._end(predecessor, drain_s))
         task.add_done_callback(lambda _: self._leaving.pop(predecessor, None))
         if wait:

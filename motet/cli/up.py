@@ -8,7 +8,6 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import click
 import msgspec
 
 from motet.cli.control import ControlSocket
-from motet.cli.follow import Follower
+from motet.cli.follow import followed
 from motet.cli.nats_server import NatsStartError
 from motet.cli.progress import Progress
 from motet.cli.stack import Stack, StackOptions
@@ -91,7 +90,7 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
             if options.chats_missing:
                 progress.line(f"chats cannot be served: {options.chats_missing}")
             progress.line(await summary(stack))
-            await _or_told(_followed(stack, progress.line), told)
+            await _or_told(followed(stack, progress.line), told)
         progress.line("draining; Ctrl-C again to stop at once" if stack.ready else "stopping before the start is complete")
         return 0
     except (ConfigError, NatsStartError, StartFailed) as error:
@@ -103,25 +102,6 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
         await stack.stop()
         if not progress.silent:
             progress.line("stopped")
-
-
-async def _followed(stack: Stack, say: Callable[[str], None]) -> None:
-    """Wait for a failure; meanwhile start and stop workers as schedulers decide, if `--workers` is a range."""
-    options = stack.options
-    if options.workers_most <= options.workers:
-        await stack.failed()
-        return
-    follower = Follower(stack, options.workers, options.workers_most, say)
-    following = asyncio.create_task(follower.run(stack.bus_config("gateway"), options.served_model_name))
-    failing = asyncio.create_task(stack.failed())
-    try:
-        done, _ = await asyncio.wait({following, failing}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in (following, failing):
-            task.cancel()
-        await asyncio.gather(following, failing, return_exceptions=True)
 
 
 async def _or_told(work: Any, told: asyncio.Event) -> None:

@@ -59,8 +59,9 @@ class StackConfig(Config, frozen=True, kw_only=True):
     workers: Annotated[
         str,
         Meta(
-            pattern=r"^[1-9]\d?(\.\.[1-9]\d?)?$",
-            description="number of workers; they share the cores. 1..4 with --scale act: as many as the load needs",
+            pattern=r"^(\d\d?\.\.)?[1-9]\d?$",
+            description="number of workers; they share the cores. 1..4 with --scale act: as many as the load needs; 0..4: none"
+            " while nobody asks",
             extra=COMMON,
         ),
     ] = "1"
@@ -156,7 +157,8 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         notes=tuple(notes),
         served_model_name=gateway.base.name,
         data_dir=Path(own.data_dir),
-        workers=least,
+        workers=max(1, least),
+        workers_least=least,
         workers_most=most,
         gateways=own.gateways,
         schedulers=own.schedulers,

@@ -133,6 +133,12 @@ class Placed(NamedTuple):
     worker_id: str
 
 
+class Parked(NamedTuple):
+    """A new request waits for a worker that starts."""
+
+    owned: Owned
+
+
 class Over(NamedTuple):
     """The request has ended. `outcome`: how, for metrics; "": as its `finish` says."""
 
@@ -155,4 +161,4 @@ class Told(NamedTuple):
     owned: Owned | None
 
 
-Action = Submit | Pause | CancelAt | Placed | Over | Regained | Told
+Action = Submit | Pause | CancelAt | Placed | Parked | Over | Regained | Told

@@ -64,6 +64,7 @@ class Owned:
         "losses",
         "max_tokens",
         "opened",
+        "parked_s",
         "phase",
         "place",
         "plain",
@@ -80,6 +81,7 @@ class Owned:
         self.constrained = constrained  # to a grammar: another worker cannot continue its output
         self.phase: Phase = "placing"
         self.opened = False  # a worker has had it
+        self.parked_s = 0.0  # since when it has waited for a first worker; 0 while it has not
         self.epoch = 0
         self.worker_id: str | None = None  # None while no worker is known to have it
         self.tokens: list[int] = []  # every output token of every epoch, EOS included

@@ -15,6 +15,9 @@ Rules:
    loss.
 5. A request whose output is constrained to a grammar starts again without the tokens so far, or is ended.
 6. A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
+7. A new request that finds no worker is parked while one starts: it is submitted again when that one serves, and not before,
+   for at most `park_s`. Then it also waits for room, since requests that came first are not refused for those that came with
+   them.
 
 `life.TRANSITIONS` are the phases. The live gateway (services/gateway/owner/owner.py) and the twin's run this code.
 """
@@ -34,6 +37,7 @@ from motet.policies.owner.events import (
     MoveAsked,
     Newcomer,
     Over,
+    Parked,
     Pause,
     PauseOver,
     Placed,
@@ -44,6 +48,7 @@ from motet.policies.owner.events import (
     Tick,
     Told,
     Trouble,
+    Why,
     WorkerGone,
 )
 from motet.policies.owner.life import Item, Owned, Search
@@ -59,6 +64,7 @@ LOSSES_MAX = 4
 EARLY_MAX = 256
 STRAY_EVERY_S = 1.0
 STRAYS_MAX = 4096
+PARKED_PAUSE_S = 5.0  # a worker that begins to serve ends it
 
 
 class Mesh(Protocol):
@@ -71,7 +77,7 @@ class Mesh(Protocol):
         """Whether the worker holds its lease."""
 
     def coming(self) -> bool:
-        """Whether none serves yet but one is loading its model."""
+        """Whether none serves, but one loads its model, or is started when a request comes."""
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
         """Whether a state that was sent after `since_s` shows that the worker does not have the request."""
@@ -80,14 +86,17 @@ class Mesh(Protocol):
 class OwnerCore:
     """The requests of one gateway. `trouble` says what an item's error means, `lost` makes the error of a lost request.
 
-    Times are seconds on one clock. Every method returns what is to be done, in order.
+    `park_s`: rule 7; 0: none is parked. Times are seconds on one clock. Every method returns what is to be done, in order.
     """
 
-    def __init__(self, mesh: Mesh, *, trouble: Callable[[Any], Trouble], lost: Callable[[str], Trouble]) -> None:
+    def __init__(
+        self, mesh: Mesh, *, trouble: Callable[[Any], Trouble], lost: Callable[[str], Trouble], park_s: float = 0.0
+    ) -> None:
         self.active: dict[str, Owned] = {}
         self.gaps: dict[Owned, float] = {}
         """Requests with early items, and since when."""
         self._mesh, self._trouble, self._lost = mesh, trouble, lost
+        self._park_s = park_s
         self._strays: dict[tuple[str, str], float] = {}
         self._actions: list[Action] = []
         self._now_s = 0.0
@@ -168,9 +177,15 @@ class OwnerCore:
         place.serial += 1
         self._actions.append(Pause(owned, place.serial, pause_s))
 
+    def _pause_parked(self, owned: Owned, place: Search) -> None:
+        self._pause(owned, place, min(PARKED_PAUSE_S, max(place.until_s - self._now_s, BACKOFF_S[0])))
+
     def _pause_over(self, owned: Owned, serial: int) -> None:
         place = owned.place
         if place is not None and place.waits and place.serial == serial and owned.phase == "placing":
+            if owned.parked_s and self._now_s < place.until_s and self._mesh.coming():  # rule 7
+                self._pause_parked(owned, place)
+                return
             place.pause_s = min(place.pause_s * 2, BACKOFF_S[1])
             self._submit_again(owned, place)
 
@@ -209,11 +224,10 @@ class OwnerCore:
         why, code, error = trouble
         now_s, first = self._now_s, not owned.opened
         lasting = why not in ("unavailable", "late", "overloaded")
-        if not first and self._mesh.coming():
-            place.until_s = now_s + place.patience_s  # its time counts when a worker serves
+        parks = self._waits_for_a_start(owned, place, why)
         if self._all_declined(owned):
             return
-        if lasting or now_s > place.until_s or (first and why == "overloaded"):
+        if lasting or now_s > place.until_s or (first and why == "overloaded" and not owned.parked_s):
             self._abort(owned, error, code)
             return
         if why == "late":  # rule 3
@@ -221,7 +235,27 @@ class OwnerCore:
             owned.epoch += 1
             place.timeout_s = min(2 * place.timeout_s, SUBMIT_TIMEOUT_S[1])
         owned.excluded = [w for w in owned.excluded if w in owned.declined or not self._back(w)]
-        self._pause(owned, place, place.pause_s)
+        if parks:
+            self._pause_parked(owned, place)
+        else:
+            self._pause(owned, place, place.pause_s)
+        if parks and not owned.parked_s:
+            owned.parked_s = now_s
+            self._actions.append(Parked(owned))
+
+    def _waits_for_a_start(self, owned: Owned, place: Search, why: Why) -> bool:
+        """Set until when the search goes on. Returns whether a new request waits for a worker that starts (rule 7)."""
+        coming = self._mesh.coming()
+        if owned.opened:
+            if coming:
+                place.until_s = self._now_s + place.patience_s  # its time counts when a worker serves
+            return False
+        parks = coming and why == "unavailable" and self._park_s > 0
+        if parks or (owned.parked_s and why in ("overloaded", "late")):
+            place.until_s = (owned.parked_s or self._now_s) + self._park_s
+        elif owned.parked_s:  # nothing starts any more
+            place.until_s = min(place.until_s, self._now_s + OPEN_PATIENCE_S)
+        return parks
 
     def _back(self, worker_id: str) -> bool:
         """Whether a lost worker sends messages again."""

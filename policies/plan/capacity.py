@@ -118,11 +118,16 @@ class Limits:
     z: float | Floats = 2.7
     latency: float | Floats = 1.0
     """Share of the objectives that the law's own latencies may take."""
+    pool: int = 1
+    """Workers among which requests are spread evenly as they come: the number on each deviates less, by its root.
+
+    `bound` does not count on it."""
 
     def at(self, settings: int | NDArray[np.intp]) -> Limits:
         """The limits of some settings."""
         columns = ((name, getattr(self, name)) for name in ("busy", "z", "latency"))
-        return Limits(**{name: value[settings] if isinstance(value, np.ndarray) else value for name, value in columns})
+        own = {name: value[settings] if isinstance(value, np.ndarray) else value for name, value in columns}
+        return Limits(**own, pool=self.pool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,16 +230,19 @@ def judge_sets(loads: Loads, settings: Settings, limits: Limits, *, copy_ms: Flo
     token_s = residence_s / output
     share = loads.extreme("share")
     swell = np.sqrt(loads.peakedness / usual.stiffness)
-    deviation = swell * np.sqrt(batch)
+    pool = limits.pool
+    deviation = swell * np.sqrt(batch / pool)
     room = _Room(loads, settings, token_s, residence_s, np.sqrt(1.0 / usual.stiffness))
-    waits_ms = np.maximum(wait_ms(batch, deviation, batch_most, residence_s * 1e3, share), room.wait_ms(share))
+    waits_ms = np.maximum(
+        wait_ms(pool * batch, pool * deviation, pool * batch_most, residence_s * 1e3, share), room.wait_ms(share)
+    )
     waits_ms = waits_ms + np.where(miss_share > 1.0 - share, copy_ms, 0.0)
     tpot_ms, ttft_ms = latencies(usual, deviation, loads, waits_ms)
     ttft_slo_ms = loads.extreme("ttft_slo_ms") * limits.latency
     strains = np.stack(
         [
             rate / capacity / limits.busy,
-            *(most_of(batch, deviation, limits.z) / most),
+            *(most_of(batch, deviation, limits.z, 1.0 / pool) / most),
             *room.strains(SLOTS_Z * limits.z),
             tpot_ms / (loads.extreme("tpot_slo_ms") * limits.latency),
             np.where(np.isfinite(ttft_slo_ms), np.minimum(ttft_ms, FOR_EVER_MS) / ttft_slo_ms, 0.0),

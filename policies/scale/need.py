@@ -7,18 +7,25 @@
 Step times are the workers' own estimates (`PerfModel`). A mesh may have workers of several kinds; sizes are made for the kind
 that most of them are, and for the middle one of their step times. At most `ROWS_MAX` adapters have rows of their own: the less
 busy ones take part in equal groups, each of which stands for its adapters' load and bytes.
+
+A plan is made for each worker by itself; a size counts on dispatch. A request goes to a worker with room, so seats and KV
+blocks are short only when all workers' are. n workers are enough if the packing needs at most n where the number of requests on
+each deviates as that of all of them over n.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
+import msgspec
 import numpy as np
 
 from motet.policies.plan.demand import Demand
-from motet.policies.plan.fleet import CannotServe, Kind
+from motet.policies.plan.fleet import CannotServe, Kind, Packing
 from motet.policies.plan.native import native_settings
 from motet.policies.plan.native_steps import LinearSteps
 from motet.policies.plan.packing import pack
@@ -29,10 +36,12 @@ from motet.shared.model import PerfModel, WorkerLimits
 from motet.shared.worker_options import WorkerOptions
 
 ROWS_MAX = 512
-ALIKE = 0.05
-"""Loads that differ by less than this share need as many workers."""
+ALIKE = 0.02
+"""Loads are rounded up to powers of 1 + ALIKE: answers are kept for these."""
 KNOWN_S = 60.0
-"""For so long an answer counts although shares and step times change a little: a packing takes up to some hundred ms."""
+"""An answer counts at least for so long although shares and step times change: a packing takes up to some hundred ms."""
+EVEN = 1 << 20
+"""Workers among which load is as even as can be."""
 USUAL_TOKENS = 128.0
 """Tokens of a prompt and of an answer where no request has come yet."""
 
@@ -46,12 +55,44 @@ class Objective:
     share: float = 0.99
 
 
-def kind_of(workers: Sequence[tuple[WorkerLimits, PerfModel]]) -> Kind:
-    """The kind that most of these workers are, with the middle one of their step times. There is at least one worker."""
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a base model now."""
+
+    requests_s: float
+    prompt_tokens_s: float
+    output_tokens_s: float
+    rows: list[AdapterShare]  # at most ROWS_MAX: the busiest adapters, and groups of the others
+
+    @classmethod
+    def of(cls, rates: BaseRates) -> Self:
+        """From the rates by adapter."""
+        return cls(
+            requests_s=rates.requests_s,
+            prompt_tokens_s=rates.prompt_tokens_s,
+            output_tokens_s=rates.output_tokens_s,
+            rows=_rows(list(rates.adapters.values())),
+        )
+
+    @property
+    def tokens_each(self) -> float:
+        """Tokens of a request, prompt and answer; 0 where none came."""
+        return (self.prompt_tokens_s + self.output_tokens_s) / self.requests_s if self.requests_s else 0.0
+
+
+Worker = tuple[WorkerLimits, PerfModel]
+"""Limits and step times, as it reports them."""
+
+
+def typical(workers: Sequence[Worker]) -> Worker:
+    """Of the kind that most of these workers are, the one with the middle step times. There is at least one worker."""
     counts = Counter(_memory(limits) for limits, _ in workers)
     most = max(counts, key=lambda memory: (counts[memory], memory))
     alike = sorted((one for one in workers if _memory(one[0]) == most), key=lambda one: _step_ms(one[1]))
-    limits, perf = alike[len(alike) // 2]
+    return alike[len(alike) // 2]
+
+
+def kind_of(limits: WorkerLimits, perf: PerfModel) -> Kind:
+    """Workers like this one, for the law."""
     steps = LinearSteps(perf=perf, stalls=limits.copies == "stall")
     settings = native_settings(limits, WorkerOptions(), steps)
     if not limits.kv_block_bytes:  # its memory stays divided as it is
@@ -72,32 +113,36 @@ class Packed:
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
-        self._shares: Mapping[str, AdapterShare] = {}
+        self._rows: list[AdapterShare] = []
         self._tokens = USUAL_TOKENS, USUAL_TOKENS  # of prompts and answers, the last that were seen
         self._kind: Kind | None = None
         self._known: dict[tuple[int, int], Need] = {}
         self._known_s = 0.0
+        self._basis: object = None  # of the answers that are known
 
-    def know(self, asked: BaseRates, kind: Kind | None, now_s: float) -> None:
-        """What is asked for now, and the kind of the workers; None without any."""
-        if now_s - self._known_s >= KNOWN_S or (self._kind is None) != (kind is None):
-            self._known, self._known_s = {}, now_s
-        self._shares, self._kind = asked.adapters, kind
+    def know(self, asked: Asked, worker: Worker | None, now_s: float) -> None:
+        """What is asked for now, and a `typical` worker; None without any."""
         if asked.requests_s:
             self._tokens = asked.prompt_tokens_s / asked.requests_s, max(asked.output_tokens_s / asked.requests_s, 1.0)
+        basis = asked.rows, worker, *map(_bin, self._tokens)
+        old = now_s - self._known_s >= KNOWN_S and basis != self._basis
+        if old or (self._kind is None) != (worker is None):
+            self._known, self._known_s, self._basis = {}, now_s, basis
+        self._rows, self._kind = asked.rows, kind_of(*worker) if worker is not None else None
 
     def __call__(self, load: Rates) -> Need:
         """The need of a load, of the adapters in the shares that are known."""
-        if load.requests_s <= 0.0 or self._kind is None or not self._shares:
+        if load.requests_s <= 0.0 or self._kind is None or not self._rows:
             return Need(1)
         alike = _bin(load.requests_s), _bin(load.tokens_s / load.requests_s)
         if alike not in self._known:
-            self._known[alike] = self._pack(load, self._kind)
+            most, each = ((1.0 + ALIKE) ** number for number in alike)
+            self._known[alike] = self._pack(Rates(most, most * each if load.tokens_s else 0.0), self._kind)
         return self._known[alike]
 
     def _pack(self, load: Rates, kind: Kind) -> Need:
         try:
-            packing = pack(self.demand(load), [kind])
+            packing = _pooled(self.demand(load), kind)
         except CannotServe as error:
             return Need(0, impossible=str(error))
         return Need(len(packing.workers), max(packing.workers, key=lambda worker: worker.strain).limit)
@@ -106,7 +151,7 @@ class Packed:
         """The load, a row for each adapter or group."""
         prompt, output = self._tokens
         longer = load.tokens_s / load.requests_s / (prompt + output) if load.tokens_s else 1.0
-        rows = _rows(list(self._shares.values()))
+        rows = self._rows
         return Demand.of(
             np.array([one.share for one in rows]) * load.requests_s,
             rank=[one.rank for one in rows],
@@ -119,8 +164,28 @@ class Packed:
         )
 
 
+def _pooled(demand: Demand, kind: Kind) -> Packing:
+    """The fewest workers that are enough when requests are spread over as many of them."""
+
+    def packed(pool: int) -> Packing:
+        pooled = replace(kind, limits=replace(kind.limits, pool=pool))
+        return pack(demand, [pooled], procedure="bisect")
+
+    low = len(packed(EVEN).workers)
+    found = packed(low)
+    high = len(found.workers)
+    while low < high:  # `high` workers are enough; fewer than `low` are not
+        middle = (low + high) // 2
+        fewer = packed(middle)
+        if len(fewer.workers) <= middle:
+            found, high = fewer, middle
+        else:
+            low = middle + 1
+    return found
+
+
 def _bin(value: float) -> int:
-    return round(np.log(max(value, 1e-9)) / np.log1p(ALIKE))
+    return math.ceil(math.log(max(value, 1e-9)) / math.log1p(ALIKE) - 1e-6)
 
 
 def _rows(shares: list[AdapterShare]) -> list[AdapterShare]:

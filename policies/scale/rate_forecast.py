@@ -8,9 +8,10 @@
     upper     point * the quantile of actual / point in the last forecasts of exactly this horizon, at least `fast`
 
 The quantile is that of split conformal prediction; its level moves by `step` with every miss (adaptive conformal inference,
-Gibbs and Candes 2021), so the share of misses comes to `miss_share` also where the load changes its ways. A season counts as
-soon as its whole period was seen. Shares of adapters are not forecast: they stay as they are. Everything is bounded: one bucket
-a minute for a day, and ERRORS errors.
+Gibbs and Candes 2021). A miss is not a rate above the forecast but what comes of it: a look at which there were fewer workers
+than the load needed. Their share comes to `miss_share`: workers are whole and leave late, which is often enough by itself, and
+then no margin is paid. A season counts as soon as its whole period was seen. Shares of adapters are not forecast: they stay as
+they are. Everything is bounded: one bucket a minute for a day, and ERRORS errors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 from math import ceil, exp, expm1, inf
 from typing import NamedTuple
 
-FAST_S = 30.0
+FAST_S = 120.0
+"""About as long as a worker takes to start: one that is started for a shorter peak comes when it is over."""
 BUCKET_S = 60.0
 HOUR_S, DAY_S = 3600.0, 86_400.0
 SEASONS = {"hour": HOUR_S, "day": DAY_S}
@@ -33,6 +35,8 @@ MOST_SCALED = 2.0
 """Largest factor between now and one period ago that still counts as the same pattern."""
 ERRORS = 480
 LEAST_ERRORS = 20
+FIRST_LEVEL = 0.5
+"""Of the quantile, until misses are known."""
 UNKNOWN = 1.25
 """Upper factor until there are LEAST_ERRORS errors."""
 
@@ -48,8 +52,8 @@ class Rates(NamedTuple):
 class ForecastConfig:
     """Constants of a forecast. The time constants are those of exponential fading."""
 
-    miss_share: float = 0.05  # of looks at which the rate may be above the forecast
-    step: float = 0.01  # by which a miss moves the level of the quantile
+    miss_share: float = 0.1  # of looks at which there may be fewer workers than the load needs
+    step: float = 0.05  # by which a miss moves the level of the quantile
     level_s: float = 60.0
     trend_s: float = 300.0
     damp_s: float = 300.0
@@ -71,8 +75,14 @@ class RateForecast:
     """The rates of one base model. Looks come in order of time, `period_s` apart or a little more."""
 
     def __init__(self, *, period_s: float, config: ForecastConfig = ForecastConfig()) -> None:
-        self._period_s = period_s
+        self._period_s, self._config = period_s, config
         self._series = [_Series(config) for _ in Rates._fields]
+        self._level = FIRST_LEVEL
+
+    def missed(self, short: bool) -> None:
+        """Whether there were fewer workers at the last look than the load needed."""
+        level = self._level + self._config.step * (float(short) - self._config.miss_share)
+        self._level = min(max(level, 0.0), 1.0)
 
     def look(self, now_s: float, arrived: Rates, *, lead_s: float) -> Ahead:
         """Count what arrived since the last look, as numbers of requests and tokens, and forecast for `lead_s` + one period.
@@ -80,7 +90,7 @@ class RateForecast:
         A horizon of other length, in whole periods, forgets the errors: they were of the old one.
         """
         horizon_s = self._period_s * (1 + ceil(lead_s / self._period_s - 1e-9))
-        seen = [series.look(now_s, count, horizon_s) for series, count in zip(self._series, arrived, strict=True)]
+        seen = [series.look(now_s, count, horizon_s, self._level) for series, count in zip(self._series, arrived, strict=True)]
         upper, point, now = (Rates(*column) for column in zip(*(one[:3] for one in seen), strict=True))
         return Ahead(upper=upper, point=point, now=now, source=seen[0].source, horizon_s=horizon_s)
 
@@ -100,10 +110,10 @@ class _Series:
         self._recent: deque[tuple[float, float, float]] = deque()  # (from, until, count) that reach into the last FAST_S
         self._trend = _Trend(config)
         self._buckets = _Buckets()
-        self._errors = _Errors(config)
+        self._errors = _Errors()
         self._last_s: float | None = None
 
-    def look(self, now_s: float, count: float, horizon_s: float) -> _Seen:
+    def look(self, now_s: float, count: float, horizon_s: float, level: float) -> _Seen:
         if self._last_s is None:  # what came before the first look came in an unknown time
             self._last_s = now_s
             return _Seen(0.0, 0.0, 0.0, "fast")
@@ -117,7 +127,7 @@ class _Series:
         source = max(values, key=lambda name: values[name])
         point = values[source]
         self._errors.expect(now_s + horizon_s, point)
-        return _Seen(max(fast, point * self._errors.factor()), point, fast, source)
+        return _Seen(max(fast, point * self._errors.factor(level)), point, fast, source)
 
     def _count(self, since_s: float, now_s: float, count: float) -> None:
         self._recent.append((since_s, now_s, count))
@@ -203,15 +213,13 @@ class _Buckets:
 
 
 class _Errors:
-    """Actual over forecast rate of the last forecasts for one horizon, and the quantile that is to hold."""
+    """Actual over forecast rate of the last forecasts for one horizon."""
 
-    def __init__(self, config: ForecastConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._horizon_s = 0.0
-        self._expected: deque[tuple[float, float, float]] = deque()  # (for when, point, factor)
+        self._expected: deque[tuple[float, float]] = deque()  # (for when, point)
         self._ratios: deque[float] = deque()
         self._sorted: list[float] = []
-        self._level = 1.0 - config.miss_share
 
     def happened(self, now_s: float, rate: float, horizon_s: float) -> None:
         """The rate now: compare it with the last forecast whose time has come."""
@@ -225,8 +233,6 @@ class _Errors:
         if due is None or due[1] <= 0.0:
             return
         ratio = rate / due[1]
-        self._level += self._config.step * (float(ratio > due[2]) - self._config.miss_share)
-        self._level = min(max(self._level, 0.5), 1.0)
         self._ratios.append(ratio)
         insort(self._sorted, ratio)
         if len(self._ratios) > ERRORS:
@@ -234,11 +240,11 @@ class _Errors:
 
     def expect(self, at_s: float, point: float) -> None:
         """A forecast was made."""
-        self._expected.append((at_s, point, self.factor()))
+        self._expected.append((at_s, point))
 
-    def factor(self) -> float:
-        """What a point forecast is multiplied by."""
+    def factor(self, level: float) -> float:
+        """What a point forecast is multiplied by, so that a share `level` of the last rates was not above it."""
         count = len(self._sorted)
         if count < LEAST_ERRORS:
             return UNKNOWN
-        return self._sorted[min(count - 1, ceil(self._level * (count + 1)) - 1)]
+        return self._sorted[min(max(ceil(level * (count + 1)), 1), count) - 1]

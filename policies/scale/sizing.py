@@ -2,12 +2,15 @@
 
     bounds     never below `least_workers`, nor below 1 while requests came within `idle_s`; what is above `most_workers`
                leaves, one at a time
+    lost       a worker that vanished without a word is expected back for OVERDUE leads: whoever started it starts it again. It
+               serves nothing meanwhile, but it is among those that were decided, and no other one leaves
     doubt      with an input missing the count stays, and what was seen before does not count towards "down"
     up         at once, to what the forecast needs and the backlog: as if it were to be served, beside the forecast, by the time
                when a worker that starts now is ready and its first requests are due
     starting   counts as if it were ready. One that is not ready after OVERDUE leads does not; it is reported, and replaced by
                one other, since what stops one worker from starting often stops the next
-    down       when fewer were enough at every look of the last `down_s`, one at a time, and none while another starts or leaves
+    down       when fewer were enough, with SPARE, at every look of the last `down_s`, one at a time, and none while another
+               starts or leaves
     impossible an objective that an idle worker misses: more workers do not help, so the count does not rise
     zero       after `idle_s` without a request, with nothing queued or parked; 1 at once when woken
 
@@ -31,6 +34,9 @@ from motet.shared.wire.scale import Decision, Reason
 OVERDUE = 2.0
 """Leads after which a worker that starts is no longer counted."""
 
+SPARE = 0.05
+"""A worker leaves only if the others are enough for a load that is higher by this share: one that stays the same wavers."""
+
 NOTHING = Rates(0.0, 0.0)
 
 
@@ -40,7 +46,7 @@ class SizingConfig:
 
     least_workers: int = 1
     most_workers: int = 1
-    down_s: float = 300.0
+    down_s: float = 600.0
     idle_s: float = 0.0  # 0: never to zero
     ttft_slo_ms: float = 1000.0
 
@@ -68,6 +74,8 @@ class Look:
     ready: Mapping[str, float]  # worker: bytes that other workers must load when it leaves
     starting: Mapping[str, float] = field(default_factory=dict)  # worker: since
     leaving: Collection[str] = ()
+    lost: Mapping[str, float] = field(default_factory=dict)  # worker that vanished: since
+    told: int = 0  # workers that there should be by the last decision, whoever made it
     queued: Rates = NOTHING  # requests and tokens that wait on workers, as numbers
     parked: int = 0  # requests that wait at gateways for a first worker
     woken: bool = False
@@ -91,23 +99,28 @@ class Sizer:
             return self._say(look, workers, "woken", max(1, self._config.least_workers))
         if look.missing:
             self._window.forget()
-            return self._say(look, workers, "doubt", max(workers.current, self._config.least_workers))
+            return self._say(look, workers, "doubt", max(workers.hoped, self._config.least_workers))
         if self._idle(look):
             return self._to_zero(look, workers)
-        need = self._need(look)
+        load = self._load(look)
+        need = self._needed(load)
         if need.impossible:
             self._window.forget()
             return self._say(look, workers, "impossible", max(workers.current, self._config.least_workers), need)
-        return self._sized(look, workers, need)
+        kept = self._needed(Rates(*((1.0 + SPARE) * rate for rate in load)))
+        return self._sized(look, workers, need, self._at_least(kept))
 
-    def _need(self, look: Look) -> Need:
+    def _load(self, look: Look) -> Rates:
         drain_s = look.lead_s + self._config.ttft_slo_ms / 1e3
-        return self._needed(Rates(*(rate + queued / drain_s for rate, queued in zip(look.demand, look.queued, strict=True))))
+        return Rates(*(rate + queued / drain_s for rate, queued in zip(look.demand, look.queued, strict=True)))
 
-    def _sized(self, look: Look, workers: _Workers, need: Need) -> Decision:
+    def _at_least(self, need: Need) -> int:
+        return max(1, self._config.least_workers, need.workers)
+
+    def _sized(self, look: Look, workers: _Workers, need: Need, kept: int) -> Decision:
         config = self._config
-        target = max(1, config.least_workers, need.workers)
-        recent = self._window.add(look.now_s, target)
+        target = self._at_least(need)
+        recent = self._window.add(look.now_s, kept)
         desired = min(target + min(1, len(workers.overdue)), config.most_workers)
         if desired > workers.current:
             return self._say(look, workers, "up", desired, need)
@@ -155,7 +168,8 @@ class Sizer:
 class _Workers:
     """The workers of a look, without those that leave."""
 
-    current: int
+    current: int  # ready, starting, and expected back
+    hoped: int  # the same, for however long they have been lost
     overdue: tuple[str, ...]
     starts: bool  # one that is not overdue
     ready: int
@@ -165,11 +179,14 @@ class _Workers:
     def of(cls, look: Look) -> _Workers:
         late_s = look.now_s - OVERDUE * look.lead_s
         overdue = tuple(sorted(name for name, since_s in look.starting.items() if since_s < late_s))
+        here = len(look.ready) + len(look.starting)
+        back = sum(since_s >= late_s for since_s in look.lost.values())
         costs = {name: loaded for name, loaded in look.ready.items()} | dict.fromkeys(overdue, -1.0)
         return cls(
-            current=len(look.ready) + len(look.starting),
+            current=max(here, min(look.told, here + back)),
+            hoped=max(here, min(look.told, here + len(look.lost))),
             overdue=overdue,
-            starts=len(look.starting) > len(overdue),
+            starts=len(look.starting) > len(overdue) or back > 0,
             ready=len(look.ready),
             cheapest=min(costs, key=lambda name: (costs[name], name), default=""),
         )

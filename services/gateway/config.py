@@ -83,6 +83,20 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
         int, Meta(ge=1, description="maximum sequences in progress at this gateway; further ones get 429")
     ] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="maximum duration of a request in seconds")] = 600.0
+    park_s: Annotated[
+        float,
+        Meta(
+            ge=0, description="how long a request waits while the first worker of its base model starts; 0: it gets 503 at once"
+        ),
+    ] = 300.0
+    max_parked: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="maximum requests that wait for a first worker; further ones get 503. A tenant alone has at most half",
+            extra=EXPERT,
+        ),
+    ] = 1024
     stream_buffer_tokens: Annotated[
         int,
         Meta(

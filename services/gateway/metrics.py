@@ -59,3 +59,4 @@ HANDSHAKE_FAILURES = counter(
     ["cause"],
 )
 INFLIGHT = gauge("motet_gateway_inflight", "Sequences in progress at this gateway.")
+PARKED = gauge("motet_gateway_parked", "New requests that wait for the first worker of their base model to start.")

@@ -104,6 +104,8 @@ class GatewayService:
             base_model=config.base.name,
             max_inflight=config.requests.max_inflight,
             stream_buffer_tokens=config.requests.stream_buffer_tokens,
+            park_s=config.requests.park_s,
+            parked_max=config.requests.max_parked,
         )
         profiles = Profiles(self.prompts, self.adapters, enabled=config.answers.adapter_chats)
         self._stack.push_async_callback(profiles.close)
@@ -141,7 +143,7 @@ class GatewayService:
         reasons = []
         if not self.bus.connected:
             reasons.append("no connection to NATS")
-        elif not self.fleet.workers():
+        elif not self.fleet.usable():
             reasons.append(self.fleet.why_none_serves())
         if trouble := self.keys.trouble():
             reasons.append(trouble)

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from motet.policies.cluster.dispatch import POLICIES
+from motet.policies.scale.need import Objective
+from motet.policies.scale.sizing import SizingConfig
 from motet.shared.config import EXPERT, ServiceConfig
 from motet.shared.scheduler_options import AdmissionName, SchedulerOptions
 from motet.shared.worker_options import Switch
@@ -113,12 +115,18 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             " advise: nothing follows; act: `motet up --workers 1..4` starts and stops workers"
         ),
     ] = "advise"
-    scale_min: Annotated[int, Meta(ge=1, description="with --scale: the fewest workers of a base model", extra=EXPERT)] = 1
+    scale_min: Annotated[
+        int, Meta(ge=0, description="with --scale: the fewest workers of a base model; 0: none while nobody asks", extra=EXPERT)
+    ] = 1
     scale_max: Annotated[int, Meta(ge=1, description="with --scale: the most workers of a base model", extra=EXPERT)] = 64
     scale_down_s: Annotated[
         float,
         Meta(ge=0, description="with --scale: seconds for which fewer workers must have been enough", extra=EXPERT),
-    ] = 300.0
+    ] = 600.0
+    scale_idle_s: Annotated[
+        float,
+        Meta(gt=0, description="with --scale-min 0: seconds without a request after which no worker is needed", extra=EXPERT),
+    ] = 900.0
     scale_ttft_ms: Annotated[
         float,
         Meta(gt=0, description="with --scale: time to the first token in milliseconds that 99% are to meet", extra=EXPERT),
@@ -148,3 +156,17 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             kv_travel=self.kv_travel == "on",
             place_s=self.place_s,
         )
+
+    @property
+    def sizing(self) -> tuple[SizingConfig, Objective] | None:
+        """What decisions about numbers of workers depend on; None without them."""
+        if self.scale == "off":
+            return None
+        config = SizingConfig(
+            least_workers=self.scale_min,
+            most_workers=self.scale_max,
+            down_s=self.scale_down_s,
+            idle_s=self.scale_idle_s,
+            ttft_slo_ms=self.scale_ttft_ms,
+        )
+        return config, Objective(ttft_slo_ms=self.scale_ttft_ms, tpot_slo_ms=self.scale_tpot_ms)

@@ -2,9 +2,10 @@
 
     8 bytes length, little-endian │ msgpack of a tagged struct          in the order in which things happened
 
-The first record is the scheduler's configuration. Then follow the events that `WatchedCluster.on` took, and decisions with
-their inputs and outcomes. A replay feeds the events to another `WatchedCluster` and decides again with the live code. The file
-ends at MAX_BYTES; it is meant for debugging and tests.
+The first record is the scheduler's configuration. Then follow the events that `WatchedCluster.on` took, decisions about
+requests with their inputs and outcomes, and looks at how many workers there should be. A replay feeds the events to another
+`WatchedCluster`, or the looks to other `BaseSizer`s, and decides again with the live code. The file ends at MAX_BYTES; it is
+meant for debugging and tests.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import msgspec
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.dispatch import Decision
 from motet.policies.cluster.scheduler_core import SchedulerCore
+from motet.policies.scale.base_sizer import BaseSizer, Seen
+from motet.policies.scale.need import Objective, Packed
+from motet.policies.scale.sizing import SizingConfig
 from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.events import ClusterEvent
 from motet.shared.scheduler_options import SchedulerOptions
 from motet.shared.telemetry import logger
+from motet.shared.wire.scale import Decision as SizeDecision
 
 log = logger("motet.scheduler.decision_log")
 MAX_BYTES = 256 << 20
@@ -31,6 +36,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
 
     options: SchedulerOptions
     drop_s: float
+    sizing: tuple[SizingConfig, Objective] | None = None  # with --scale
 
     def cluster(self) -> WatchedCluster:
         """A new cluster with this configuration and without workers."""
@@ -48,7 +54,15 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):
     total_cost: float
 
 
-LogRecord = Setup | Decided | ClusterEvent
+class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
+    """A look at how many workers a base model should have; no decision where another scheduler decides."""
+
+    base_model: str
+    seen: Seen
+    decision: SizeDecision | None
+
+
+LogRecord = Setup | Decided | Looked | ClusterEvent
 
 
 class DecisionLog:
@@ -86,20 +100,39 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decision]]:
 
     Raises ValueError for a file that is not a decision log, naming the record.
     """
-    logged = records(path)
-    setup = next(logged, None)
-    if not isinstance(setup, Setup):
-        raise ValueError(f"{path.name}: record 1 is not a scheduler's set-up")
+    setup, logged = _opened(path)
     cluster = setup.cluster()
     core = SchedulerCore(setup.options, cluster.state)
     for record in logged:
         match record:
             case Decided():
                 yield record, core.decide(record.ask, record.now_s, record.avg_resp_len)
+            case Looked():
+                pass
             case Setup():
                 raise ValueError(f"{path.name}: a second set-up")
             case _:
                 cluster.on(record)
+
+
+def replay_sizing(path: Path) -> Iterator[tuple[Looked, SizeDecision | None]]:
+    """Every logged look at numbers of workers, with the decision made now on what was seen then. Raises as `replay`."""
+    setup, logged = _opened(path)
+    sizers: dict[str, BaseSizer] = {}
+    for record in logged:
+        if isinstance(record, Looked) and setup.sizing is not None:
+            config, objective = setup.sizing
+            sizer = sizers.setdefault(record.base_model, BaseSizer(config, Packed(objective)))
+            yield record, sizer.look(record.seen)[1]
+
+
+def _opened(path: Path) -> tuple[Setup, Iterator[LogRecord]]:
+    """The set-up, and the records after it."""
+    logged = records(path)
+    setup = next(logged, None)
+    if not isinstance(setup, Setup):
+        raise ValueError(f"{path.name}: record 1 is not a scheduler's set-up")
+    return setup, logged
 
 
 def records(path: Path) -> Iterator[LogRecord]:

@@ -24,8 +24,6 @@ from motet.policies.cluster.dispatch import Decision, seconds_until_room
 from motet.policies.cluster.scheduler_core import SchedulerCore
 from motet.policies.lengths.quantiles import LengthQuantiles
 from motet.policies.scale.fleet_demand import REPORT_S, FleetDemand, Tally
-from motet.policies.scale.need import Objective
-from motet.policies.scale.sizing import SizingConfig
 from motet.services.scheduler import metrics
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
@@ -72,7 +70,7 @@ class SchedulerService(BusService):
         self._leases: LeaseWatch | None = None
         self.lengths = LengthQuantiles(ADAPTERS)
         self._log: DecisionLog | None = None
-        setup = Setup(options=config.options, drop_s=config.drop_s)
+        setup = Setup(options=config.options, drop_s=config.drop_s, sizing=config.sizing)
         if config.decision_log:
             self._log = _open_log(config.decision_log, setup)
         self.cluster = setup.cluster()
@@ -112,25 +110,16 @@ class SchedulerService(BusService):
             await placer.start()
         if self._core.options.rebalance != "off":
             bus.spawn(self.rebalancer.run())
-        if self._config.scale != "off":
-            self.sizer = self._make_sizer(bus, planner)
+        if (sizing := self._config.sizing) is not None:
+            self.sizer = FleetSizer(
+                bus, self.cluster, self.demand, planner, scheduler_id=self.id, sizing=sizing, decision_log=self._log
+            )
             await self.sizer.start()
             bus.spawn(self.sizer.run())
         if self._core.options.rebalance != "off" or self.sizer is not None:
             bus.spawn(planner.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
-
-    def _make_sizer(self, bus: Bus, planner: Planner) -> FleetSizer:
-        config = self._config
-        sizing = SizingConfig(
-            least_workers=config.scale_min,
-            most_workers=config.scale_max,
-            down_s=config.scale_down_s,
-            ttft_slo_ms=config.scale_ttft_ms,
-        )
-        objective = Objective(ttft_slo_ms=config.scale_ttft_ms, tpot_slo_ms=config.scale_tpot_ms)
-        return FleetSizer(bus, self.cluster, self.demand, planner, scheduler_id=self.id, config=sizing, objective=objective)
 
     async def _settle(self, watching: asyncio.Task[None]) -> None:
         """Wait for the live workers' states: without them this scheduler would refuse requests that others could place."""

@@ -1,6 +1,7 @@
 """Decides how many workers each base model should have (`policies.scale`), and tells it; it starts and stops nothing itself.
 
-    FleetDemand ─> RateForecast ─> Sizer, with the law and the packing of policies.plan ─> Sized to all schedulers ─> /v1/scale
+    FleetDemand, workers ─> Seen ─> BaseSizer: forecast, law, decision ─> Sized to all schedulers ─> /v1/scale
+                             └> decision log
 
 The scheduler that plans (`planner`) looks every `LOOK_S`. A look is made in a thread, since a packing takes some hundred
 milliseconds. All schedulers keep the last decisions, so each can answer for them, and the next planner goes on with them.
@@ -9,19 +10,21 @@ milliseconds. All schedulers keep the last decisions, so each can answer for the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from motet.policies.cluster.lost_workers import LostWorkers
+from motet.policies.cluster.lost_workers import HOPED_FOR, LostWorkers
 from motet.policies.cluster.worker_book import Known
+from motet.policies.scale.base_sizer import LOOK_S, BaseSizer, Seen
 from motet.policies.scale.fleet_demand import BaseRates, FleetDemand
-from motet.policies.scale.need import Objective, Packed, kind_of
-from motet.policies.scale.rate_forecast import Ahead, RateForecast, Rates
-from motet.policies.scale.sizing import Look, Sizer, SizingConfig
+from motet.policies.scale.need import Asked, Objective, Packed, typical
+from motet.policies.scale.sizing import SizingConfig
 from motet.policies.scale.starts import Starts
 from motet.services.scheduler import metrics
 from motet.services.scheduler.cluster import WatchedCluster
+from motet.services.scheduler.decision_log import DecisionLog, Looked
 from motet.services.scheduler.planner import Planner
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -29,12 +32,13 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
 from motet.shared.model import EXCLUSIVE_CAPABILITIES
 from motet.shared.telemetry import logger
-from motet.shared.wire.scale import Decision, Sized
+from motet.shared.wire.scale import Decision, Sized, Wake
 from motet.shared.wire.worker_state import WorkerNotice
 
 log = logger("motet.scheduler.sizer")
-LOOK_S = 15.0
 STARTS_S = 1.0
+WOKEN_S = 15.0  # so long the word that requests wait holds
+LONG_AGO_S = -1e9
 KEPT = 200  # decisions of a base model
 BASES_MAX = 64
 EXCLUSIVE = frozenset(EXCLUSIVE_CAPABILITIES)
@@ -46,13 +50,16 @@ NOTHING = BaseRates(requests_s=0.0, refused_s=0.0, prompt_tokens_s=0.0, output_t
 class _Base:
     """What is known of one base model between two looks."""
 
-    sizer: Sizer
-    packed: Packed
+    sizer: BaseSizer
     lost: LostWorkers
-    forecast: RateForecast = field(default_factory=lambda: RateForecast(period_s=LOOK_S))
     starts: Starts = field(default_factory=Starts)
-    asked_s: float = 0.0  # of the last request
-    counted: tuple[int, int] = (0, 0)  # requests and tokens, in all
+    serving: frozenset[str] = frozenset()  # at the last look
+    waiting: dict[str, tuple[float, int]] = field(default_factory=dict)  # gateway: when it said that so many requests wait
+
+    def woken(self, now_s: float) -> int:
+        """Requests that wait at gateways for a first worker."""
+        self.waiting = {gateway: told for gateway, told in self.waiting.items() if now_s - told[0] < WOKEN_S}
+        return sum(count for _, count in self.waiting.values())
 
 
 class FleetSizer:
@@ -66,18 +73,20 @@ class FleetSizer:
         planner: Planner,
         *,
         scheduler_id: str,
-        config: SizingConfig,
-        objective: Objective,
+        sizing: tuple[SizingConfig, Objective],
+        decision_log: DecisionLog | None = None,
     ) -> None:
         self._bus, self._cluster, self._demand, self._planner = bus, cluster, demand, planner
-        self._id, self._config, self._objective = scheduler_id, config, objective
+        self._id, self._sizing, self._decision_log = scheduler_id, sizing, decision_log
         self._bases: dict[str, _Base] = {}
         self.decisions: dict[str, deque[Sized]] = {}
+        self._woken = asyncio.Event()
 
     async def start(self) -> None:
         """Follow notices of workers, and the decisions of all schedulers."""
         await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
         await self._bus.subscribe(subjects.SCALE, Sized, self._on_sized)
+        await self._bus.subscribe(subjects.WAKE, Wake, self._on_wake)
 
     def _on_notice(self, notice: WorkerNotice) -> None:
         base, now = self._base(notice.base_model), now_s()
@@ -86,6 +95,16 @@ class FleetSizer:
             base.starts.begun(notice.worker_id, now)
         else:
             base.starts.ended(notice.worker_id)
+
+    def _on_wake(self, wake: Wake) -> None:
+        """Looked at once, until somebody has decided that there should be a worker."""
+        if wake.base_model not in self._bases and len(self._bases) >= BASES_MAX:
+            return
+        base, now = self._base(wake.base_model), now_s()
+        decided = self.decisions.get(wake.base_model)
+        if not decided or not decided[-1].decision.desired:
+            self._woken.set()
+        base.waiting[wake.gateway_id] = (now, wake.waiting)
 
     def _on_sized(self, sized: Sized) -> None:
         if sized.base_model in self.decisions or len(self.decisions) < BASES_MAX:
@@ -96,19 +115,21 @@ class FleetSizer:
 
     def _base(self, name: str) -> _Base:
         if name not in self._bases:
-            packed = Packed(self._objective)
-            self._bases[name] = _Base(Sizer(self._config, packed), packed, LostWorkers(name), asked_s=now_s())
+            config, objective = self._sizing
+            self._bases[name] = _Base(BaseSizer(config, Packed(objective)), LostWorkers(name))
         return self._bases[name]
 
     async def run(self) -> None:
         """Look every `LOOK_S`, and for workers that have started every `STARTS_S`. Never returns."""
         looked_s = now_s()
         while True:
-            await asyncio.sleep(min(STARTS_S, LOOK_S))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), min(STARTS_S, LOOK_S))
             self._watch_starts()
-            if now_s() - looked_s < LOOK_S:
+            if now_s() - looked_s < LOOK_S and not self._woken.is_set():
                 continue
             looked_s = now_s()
+            self._woken.clear()
             try:
                 for sized in await self.look():
                     await self._bus.publish(subjects.SCALE, sized)
@@ -136,33 +157,12 @@ class FleetSizer:
     async def _size(
         self, name: str, base: _Base, asked: BaseRates, serving: list[Known], silent: Collection[str]
     ) -> Sized | None:
-        now, state = now_s(), self._cluster.state
-        for known in serving:
-            base.lost.on_state(known.worker_id, known.incarnation)
-        starting = {one.worker_id: one.at_s for one in base.lost.all(now) if one.state == "loading"}
-        ahead = self._ahead(name, base, now)
-        if not self._planner.mine:
+        seen = self._seen(name, base, asked, serving, silent)
+        ahead, decision = await asyncio.to_thread(base.sizer.look, seen)
+        if self._decision_log is not None:
+            self._decision_log.write(Looked(base_model=name, seen=seen, decision=decision))
+        if decision is None:
             return None
-        kind = kind_of([state.terms(known.worker_id) for known in serving]) if serving else None
-        base.packed.know(asked, kind, now)
-        missing = [f"the reports of {name}" for name in silent]
-        if any(EXCLUSIVE.intersection(known.limits.capabilities) for known in serving):
-            missing.append(NO_LAW)
-        rows = [state.row(known.worker_id) for known in serving]
-        queued = float(state.table["queued"][rows].sum())
-        tokens = (asked.prompt_tokens_s + asked.output_tokens_s) / asked.requests_s if asked.requests_s else 0.0
-        look = Look(
-            now_s=now,
-            demand=ahead.upper,
-            ready={known.worker_id: float(known.limits.adapter_bytes_most - known.adapter_bytes_free) for known in serving},
-            starting=starting,
-            leaving=self._cluster.leaving(name),
-            queued=Rates(queued, queued * tokens),
-            asked_s=base.asked_s,
-            missing=missing,
-            lead_s=base.starts.lead_s,
-        )
-        decision = await asyncio.to_thread(base.sizer.look, look)
         self._log(name, decision)
         return Sized(
             base_model=name,
@@ -171,17 +171,48 @@ class FleetSizer:
             decision=decision,
             requests_s=round(asked.requests_s, 3),
             forecast_requests_s=round(ahead.upper.requests_s, 3),
-            lead_s=round(base.starts.lead_s, 1),
+            lead_s=round(seen.lead_s, 1),
         )
 
-    def _ahead(self, name: str, base: _Base, now: float) -> Ahead:
-        """The forecast, from what has come since the last look."""
-        requests, tokens = counted = self._demand.counted(name)
-        arrived = Rates(requests - base.counted[0], tokens - base.counted[1])
-        base.counted = counted
-        if arrived.requests_s:
-            base.asked_s = now
-        return base.forecast.look(now, arrived, lead_s=base.starts.lead_s)
+    def _absent(self, base: _Base, serving: list[Known], leaving: Collection[str]) -> tuple[dict[str, float], dict[str, float]]:
+        """Workers that start, and those that vanished, each with the time; long ago for one that starts again and again."""
+        now, here = now_s(), frozenset(known.worker_id for known in serving)
+        for known in serving:
+            base.lost.on_state(known.worker_id, known.incarnation)
+        for gone in base.serving - here - set(leaving):
+            base.lost.on_lost(gone, now)
+        base.serving = here
+        starting, lost = dict[str, float](), dict[str, float]()
+        for one in base.lost.all(now):
+            found = starting if one.state == "loading" else lost
+            found[one.worker_id] = one.at_s if one.starts <= HOPED_FOR else LONG_AGO_S
+        return starting, lost
+
+    def _seen(self, name: str, base: _Base, asked: BaseRates, serving: list[Known], silent: Collection[str]) -> Seen:
+        now, state = now_s(), self._cluster.state
+        leaving = self._cluster.leaving(name)
+        starting, lost = self._absent(base, serving, leaving)
+        decided = self.decisions.get(name)
+        missing = [f"the reports of {name}" for name in silent]
+        if any(EXCLUSIVE.intersection(known.limits.capabilities) for known in serving):
+            missing.append(NO_LAW)
+        rows = [state.row(known.worker_id) for known in serving]
+        return Seen(
+            now_s=now,
+            counted=self._demand.counted(name),
+            asked=Asked.of(asked),
+            worker=typical([state.terms(known.worker_id) for known in serving]) if serving else None,
+            ready={known.worker_id: float(known.limits.adapter_bytes_most - known.adapter_bytes_free) for known in serving},
+            starting=starting,
+            leaving=leaving,
+            lost=lost,
+            told=decided[-1].decision.desired if decided else 0,
+            queued=float(state.table["queued"][rows].sum()),
+            parked=base.woken(now),
+            missing=missing,
+            lead_s=base.starts.lead_s,
+            decides=self._planner.mine,
+        )
 
     def _log(self, name: str, decision: Decision) -> None:
         before = self.decisions.get(name)

@@ -1,4 +1,4 @@
-"""How many workers there should be: the scheduler that plans -> all schedulers, and on to people and autoscalers."""
+"""How many workers there should be: the scheduler that plans -> schedulers and gateways, and on to people and autoscalers."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ class Sized(msgspec.Struct, frozen=True, kw_only=True):
     requests_s: float  # now, the refused ones too
     forecast_requests_s: float  # when a worker that starts now is ready: at most so many, in 95 of 100 looks
     lead_s: float  # from the start of a worker to its first request
+
+
+class Wake(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests wait at a gateway, and no worker of their base model is there. Sent while they do."""
+
+    base_model: str
+    gateway_id: str
+    waiting: int  # requests

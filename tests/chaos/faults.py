@@ -80,6 +80,19 @@ def moves(*targets: str) -> Fault:
     return Fault(" and ".join(["moves", *(f"kill {target}" for target in targets)]), "other", inject)
 
 
+def resize(leaves: str, *targets: str) -> Fault:
+    """One worker more, one less, and back; meanwhile `targets` are killed."""
+
+    async def inject(mesh: ChaosMesh) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(mesh.resize(leaves))
+            for target in targets:
+                await asyncio.sleep(8 * AGAIN_S)  # time: between two faults
+                group.create_task(mesh.kill(target))
+
+    return Fault(" and ".join([f"resize, {leaves} leaves", *(f"kill {target}" for target in targets)]), "other", inject)
+
+
 RESTART = Fault("restart everything", "restart", ChaosMesh.restart)
 RESTART_BESIDE_KILLS = Fault("restart everything beside kills", "other", lambda mesh: _restart_beside(mesh, EVERY))
 UPGRADE = Fault("restart into this code", "restart", ChaosMesh.restart)
@@ -123,6 +136,8 @@ SINGLE = [
     kill("worker-3"),
     moves(),
     moves("worker-1", "scheduler-1"),
+    resize("worker-2"),
+    resize("worker-1", "scheduler-1", "nats-1"),
     RESTART,
     RESTART_BESIDE_KILLS,
 ]

@@ -149,7 +149,8 @@ class ChaosMesh:
         stack.source, stack.env = self.options.source, self.options.env
         await self._relays.start()
         brokers = [server.port for server in self.nats.values()]
-        stack.relays = {name: [await self._relays.open("127.0.0.1", port) for port in brokers] for name in stack.names()}
+        names = [*stack.names(), self.spare]
+        stack.relays = {name: [await self._relays.open("127.0.0.1", port) for port in brokers] for name in names}
         await stack.start()
         self.adapters = sorted(path.name for path in adapters.iterdir())
         await self.healed()
@@ -289,6 +290,24 @@ class ChaosMesh:
         await asyncio.sleep(for_s)  # time: how long the fault lasts
         for relay in self.stack.relays[name]:
             relay.heal()
+
+    @property
+    def spare(self) -> str:
+        """The worker that is there while a mesh has one more."""
+        return f"worker-{self.options.workers + 1}"
+
+    async def resize(self, leaves: str) -> None:
+        """A worker starts beside the others, `leaves` goes and comes again, the new one goes."""
+        stack, more = self.stack, self.options.workers + 1
+        for last in (leaves, self.spare):
+            await stack.grow(more)
+            await eventually(lambda: self._all_ready(more), within_s=60, every_s=0.2)
+            await stack.shrink(last)
+            await eventually(lambda: not stack.leaving, within_s=60, every_s=0.2)
+
+    async def _all_ready(self, workers: int) -> bool:
+        children = [child for child in self.stack.children if child.name.startswith("worker")]
+        return len(children) == workers and not any(await asyncio.gather(*(child.not_ready() for child in children)))
 
     async def restart(self) -> None:
         """Replace every service by a fresh process, as `motet restart` does."""

@@ -28,6 +28,7 @@ def test_no_request_is_lost_answered_twice_or_changed() -> None:
     result = played(SEEDS)
     assert (result.lost, result.duplicated, result.changed) == (0, 0, 0), result.troubles
     assert result.resumed > len(SEEDS) / 2 and result.moved > 0, "the faults reach the requests"
+    assert result.parked > 0, "some come while no worker is there"
     assert result.refused < result.requests / 20
 
 

@@ -3,8 +3,8 @@
     python -m tests.chaos --virtual [--seeds 2000] [--seed 1]
 
 A seed draws a workload and its faults: workers, schedulers and gateways that die, leave, freeze or are cut off, frames that are
-lost, repeated or late, answers of schedulers that are lost, requests that move. Every accepted request must end with its own
-tokens, each once. A seed that fails can be run again, to the bit.
+lost, repeated or late, answers of schedulers that are lost, requests that move, and moments at which no worker is there. Every
+accepted request must end with its own tokens, each once. A seed that fails can be run again, to the bit.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ SCHEDULER = SchedulerSpec(copies=SCHEDULERS, admission="room", max_tokens=64)
 FAULTS: dict[What, tuple[str, tuple[float, float]]] = {
     "kill": ("worker scheduler", (0.5, 3.0)),
     "leave": ("worker", (0.5, 3.0)),
+    "sleep": ("worker", (0.5, 8.0)),
     "freeze": ("worker scheduler gateway", (0.2, 3.5)),
     "cut": ("worker scheduler gateway", (0.2, 3.5)),
     "lossy": ("worker", (0.5, 3.0)),
@@ -69,6 +70,7 @@ class Result:
     refused: int = 0
     resumed: int = 0
     moved: int = 0
+    parked: int = 0
     troubles: list[str] = field(default_factory=list)
 
 
@@ -118,6 +120,7 @@ def run_seed(seed: int, result: Result) -> None:
     result.requests += len(mesh.streams)
     result.resumed += mesh.counts.resumed
     result.moved += mesh.counts.moved
+    result.parked += mesh.counts.parked
     for stream in mesh.streams:
         wrong = judge(stream)
         if wrong == "lost" and stream.losses >= LOSSES_MAX:

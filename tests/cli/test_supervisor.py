@@ -293,6 +293,70 @@ async def test_a_predecessor_that_still_drains_ends_with_the_supervisor(stage: S
     assert first.exit_code() is not None and "first hurried" in stage.journal()
 
 
+async def test_a_child_comes_beside_the_others_and_drains_when_it_leaves(stage: Stage) -> None:
+    running = stage.supervise(stage.fake("first"))
+    await running.start()
+    running.add(stage.fake("second", "--drain-s", "0.2"))
+    await eventually(lambda: ("second", "ready", "") in stage.history)
+    os.kill(next(child.pid for child in running.children if child.name == "second"), signal.SIGKILL)
+    await eventually(lambda: stage.history[-1][:2] == ("second", "ready") and running.restarts["second"] == 1)
+    await running.remove("second", drain_s=5)
+    assert running.leaving == ["second"]
+    await eventually(lambda: not running.leaving)
+    assert stage.journal()[-2:] == ["second draining", "second drained"]
+    assert [child.name for child in running.children] == ["first"]
+    assert not await running.children[0].not_ready()
+
+
+async def test_a_further_child_that_never_becomes_ready_goes_again_and_harms_nobody(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.05)
+    running = stage.supervise(stage.fake("first"))
+    await running.start()
+    running.add(stage.fake("second", "--exit", "1"))
+    await eventually(lambda: [child.name for child in running.children] == ["first"])
+    assert stage.history[-1] == ("second", "stopped", "second cannot start: exit status 1")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(running.failed(), 0.1)
+
+
+async def test_a_successor_stays_when_the_further_child_that_it_replaces_is_given_up(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.05)
+    (hold := stage.directory / "hold").touch()
+    running = stage.supervise(stage.fake("first"))
+    await running.start()
+    running.add(further := stage.fake("second", "--not-ready-while", str(hold)))
+    await eventually(lambda: ("second", "starting", "warming up") in stage.history)
+    successor = stage.fake("second", "--not-ready-while", str(hold))
+    replacing = asyncio.create_task(running.replace(successor, ready_s=30, drain_s=5, wait=True))
+    await eventually(lambda: successor.pid)
+    for _ in range(supervisor.START_ATTEMPTS):
+        await eventually(lambda: further.exit_code() is None)
+        os.kill(further.pid, signal.SIGKILL)
+        await eventually(lambda: further.exit_code() is not None or further not in running.children)
+    await eventually(lambda: further not in running.children)
+    hold.unlink()
+    await replacing
+    assert successor in running.children
+    os.kill(successor.pid, signal.SIGKILL)
+    await eventually(lambda: running.restarts["second"] and successor.exit_code() is None)
+
+
+async def test_a_child_that_leaves_while_it_starts_is_gone(stage: Stage) -> None:
+    hold = stage.directory / "hold"
+    hold.touch()
+    running = stage.supervise(stage.fake("first"))
+    await running.start()
+    running.add(stage.fake("second", "--not-ready-while", str(hold)))
+    await eventually(lambda: ("second", "starting", "warming up") in stage.history)
+    await running.remove("second", drain_s=5)
+    assert [child.name for child in running.children] == ["first"]
+    await eventually(lambda: stage.history[-1] == ("second", "stopped", "ended"))
+
+
 async def test_output_goes_to_the_childs_log(stage: Stage) -> None:
     child = stage.fake("talker")
     await stage.supervise(child).start()

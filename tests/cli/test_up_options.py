@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -277,3 +278,37 @@ def test_a_services_help_leaves_out_what_is_for_experiments_and_help_all_shows_i
     short, everything = (CliRunner().invoke(service_command("scheduler"), [word]).output for word in ("--help", "--help-all"))
     assert "--admission" in short and "--stale-s" not in short
     assert "--stale-s" in everything.partition("For experiments")[2] and "--admission" in everything
+
+
+@pytest.mark.parametrize(
+    ("words", "bounds", "begins", "told"),
+    [
+        (("--workers", "3"), (3, 3), 3, None),
+        (("--workers", "1..4", "--scale", "act"), (1, 4), 1, ("1", "4")),
+        (("--workers", "0..2", "--scale", "act"), (0, 2), 1, ("0", "2")),
+        (("--workers", "2..4", "--scale", "act", "--scale-max", "3"), (2, 4), 2, ("2", "3")),
+    ],
+)
+def test_a_range_of_workers_bounds_what_schedulers_decide(
+    tmp_path: Path, words: tuple[str, ...], bounds: tuple[int, int], begins: int, told: tuple[str, str] | None
+) -> None:
+    given = options("--demo", *words)
+    assert (given.workers_least, given.workers_most, given.workers) == (*bounds, begins)
+    line = command(given, tmp_path, "scheduler-1")
+    found = tuple(line[line.index(flag) + 1] for flag in ("--scale-min", "--scale-max")) if "--scale-min" in line else None
+    assert found == told
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--workers", "1..4"), "a range needs --scale act"),
+        (("--workers", "4..2", "--scale", "act"), "a range begins with the smaller number"),
+        (("--workers", "1..65", "--scale", "act"), "at most 64"),
+        (("--workers", "0"), "workers"),
+        (("--workers", "two"), "workers"),
+    ],
+)
+def test_a_range_that_nobody_can_follow_is_refused(words: tuple[str, ...], reason: str) -> None:
+    with pytest.raises((ConfigError, click.BadParameter), match=reason):
+        options("--demo", *words)

@@ -7,19 +7,25 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 import bench.rivals  # noqa: F401 (adds the names)
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.dispatch import POLICIES, decide
+from motet.policies.scale.base_sizer import Seen
+from motet.policies.scale.need import Asked
+from motet.services.scheduler import sizer
 from motet.services.scheduler.config import SchedulerConfig
-from motet.services.scheduler.decision_log import DecisionLog, Setup, records, replay
+from motet.services.scheduler.decision_log import DecisionLog, Looked, Setup, records, replay, replay_sizing
 from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
 from motet.shared.config import ConfigError
 from motet.shared.errors import Overloaded
 from motet.shared.scheduler_options import SchedulerOptions
+from motet.shared.wire.demand import AdapterDemand, BaseDemand, DemandReport
 from motet.shared.wire.request import SubmitReply
+from motet.shared.wire.scale import Decision
 from tests.services.scheduler.test_cluster import snapshot
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
@@ -63,6 +69,46 @@ async def test_decisions_of_a_live_scheduler_are_repeated(bus, nats_url, connect
     assert {made.worker_id for made, _ in repeated} > {"w1", "w2"}
     for made, again in repeated:
         assert (again.worker_id, again.total_cost) == (made.worker_id, made.total_cost)
+
+
+async def test_decisions_about_numbers_of_workers_are_repeated(bus, nats_url, connect, tmp_path, monkeypatch):
+    monkeypatch.setattr(sizer, "LOOK_S", 0.05)
+    path = tmp_path / "decisions"
+    scheduler = SchedulerService(SchedulerConfig.of(nats_url=nats_url, decision_log=str(path), scale="advise"))
+    worker = FakeWorker(await connect("worker"), "w", limits=worker_limits(max_running=8), heartbeat_s=0.05)
+    await worker.start()
+    await scheduler.start()
+
+    async def rises() -> bool:
+        each = AdapterDemand(2, 0, 200, 200, 8, 1 << 20)
+        report = DemandReport(scheduler_id="far", seconds=0.0, bases={"demo": BaseDemand(adapters={"a": each})})
+        await bus.publish(subjects.DEMAND, report)
+        return {"up", "steady"} <= {one.decision.reason for all_of in scheduler.sizer.decisions.values() for one in all_of}
+
+    try:
+        await eventually(rises)
+    finally:
+        await scheduler.stop()
+    repeated = list(replay_sizing(path))
+    decided = [again for _, again in repeated if again is not None]
+    assert [looked.decision for looked, _ in repeated] == [again for _, again in repeated]
+    assert {one.reason for one in decided} >= {"up", "steady"} and max(one.needed for one in decided) > 1
+    assert list(replay(path)) == [], "looks are no decisions about requests"
+
+
+def test_a_replay_of_looks_decides_anew(tmp_path):
+    """One that is logged with another decision than the inputs lead to is found."""
+    path = tmp_path / "decisions"
+    setup = Setup(options=SchedulerOptions(), drop_s=10.0, sizing=SchedulerConfig.of(scale_min=3).sizing)
+    log = DecisionLog(path, setup)
+    asked = Asked(requests_s=0.0, prompt_tokens_s=0.0, output_tokens_s=0.0, rows=[])
+    seen = Seen(now_s=1.0, counted=(0, 0), asked=asked, worker=None, ready={"w": 0.0}, lead_s=60.0)
+    wrong = Decision(at_s=1.0, desired=7, reason="up", current=1, starting=0, needed=7)
+    log.write(Looked(base_model="demo", seen=seen, decision=wrong))
+    log.write(Looked(base_model="demo", seen=replace(seen, now_s=2.0, decides=False), decision=None))
+    log.close()
+    (first, again), (_, nothing) = replay_sizing(path)
+    assert first.decision == wrong and (again.desired, again.reason) == (3, "up") and nothing is None
 
 
 def test_a_replay_decides_anew_and_does_not_repeat_what_it_reads(tmp_path):

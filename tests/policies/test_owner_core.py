@@ -13,6 +13,7 @@ from motet.policies.owner.events import (
     MoveAsked,
     Newcomer,
     Over,
+    Parked,
     Pause,
     PauseOver,
     Placed,
@@ -25,11 +26,12 @@ from motet.policies.owner.events import (
     WorkerGone,
 )
 from motet.policies.owner.life import TRANSITIONS, Owned
-from motet.policies.owner.owner_core import GAP_S, LOSSES_MAX, OPEN_PATIENCE_S, SILENCE_S, OwnerCore
+from motet.policies.owner.owner_core import GAP_S, LOSSES_MAX, OPEN_PATIENCE_S, PARKED_PAUSE_S, SILENCE_S, OwnerCore
 from motet.twin.processes import Item, Kept
 
 LATE = Trouble("late", "deadline_exceeded", "late")
 AWAY = Trouble("unavailable", "unavailable", "away")
+FULL = Trouble("overloaded", "overloaded", "full")
 
 
 class Taken(Kept):
@@ -120,10 +122,83 @@ def test_a_new_request_waits_a_while_for_a_worker_and_a_newcomer_ends_the_pause(
     assert owned.error == "away" and owned.phase == "ended"
 
 
+def test_a_new_request_is_parked_while_a_worker_starts_and_goes_to_it_at_once(world: World) -> None:
+    core, owned = parking(world), Taken()
+    core.on(Submitted(owned), 1.0)
+    pause, parked = core.on(Refused(owned, 0, AWAY), 1.1)
+    assert parked == Parked(owned) and isinstance(pause, Pause) and pause.pause_s == PARKED_PAUSE_S
+    world.is_coming = False
+    (submit,) = core.on(PauseOver(owned, pause.serial), 6.1)
+    assert isinstance(submit, Submit) and submit.epoch == 0
+    world.is_coming = True
+    assert kinds(core.on(Refused(owned, 0, AWAY), 6.2)) == [Pause], "it is parked once"
+    world.is_coming = False
+    assert kinds(core.on(Newcomer(), 40.0)) == [Submit]
+    assert core.on(Answered(owned, 0, "w1"), 40.1) == [Placed(owned, "w1")]
+    core.check()
+
+
+def test_a_parked_request_waits_for_room_too_and_ends_when_its_time_is_over(world: World) -> None:
+    core, owned = parking(world), Taken()
+    core.on(Submitted(owned), 1.0)
+    core.on(Refused(owned, 0, AWAY), 1.0)
+    world.is_coming = False
+    core.on(Newcomer(), 20.0)
+    assert kinds(core.on(Refused(owned, 0, FULL), 20.1)) == [Pause]
+    assert core.on(Refused(owned, 0, FULL), 62.0) == [Over(owned, "overloaded")]
+
+
+def test_a_parked_request_ends_soon_when_nothing_starts_any_more(world: World) -> None:
+    core, owned = parking(world), Taken()
+    core.on(Submitted(owned), 1.0)
+    core.on(Refused(owned, 0, AWAY), 1.0)
+    world.is_coming = False
+    assert kinds(core.on(Refused(owned, 0, AWAY), 10.0)) == [Pause]
+    assert kinds(core.on(Refused(owned, 0, AWAY), 10.0 + OPEN_PATIENCE_S)) == [Pause]
+    assert core.on(Refused(owned, 0, AWAY), 10.1 + OPEN_PATIENCE_S) == [Over(owned, "unavailable")]
+
+
+def test_a_parked_request_is_not_sent_while_it_is_known_that_nobody_serves(world: World) -> None:
+    """A gateway parks a thousand; sent every few seconds, their prompts would fill the bus and the schedulers' time."""
+    core, owned = parking(world), Taken()
+    core.on(Submitted(owned), 1.0)
+    pause, _ = core.on(Refused(owned, 0, AWAY), 1.1)
+    for now_s, pause_s in ((6.1, PARKED_PAUSE_S), (11.1, PARKED_PAUSE_S), (60.0, 1.1)):
+        assert isinstance(pause, Pause)
+        (pause,) = core.on(PauseOver(owned, pause.serial), now_s)
+        assert isinstance(pause, Pause) and pause.pause_s == pytest.approx(pause_s), "no longer than it is parked"
+    assert kinds(core.on(PauseOver(owned, pause.serial), 61.2)) == [Submit], "the last try, when its time is over"
+    assert core.on(Refused(owned, 0, AWAY), 61.3) == [Over(owned, "unavailable")]
+
+
+@pytest.mark.parametrize("coming", [True, False], ids=["a worker starts", "it serves"])
+def test_a_parked_request_outlasts_a_scheduler_that_does_not_answer(world: World, coming: bool) -> None:
+    """NATS is frozen, or a thousand parked requests are submitted at once: neither says that nothing starts any more."""
+    core, owned = parking(world), Taken()
+    core.on(Submitted(owned), 1.0)
+    core.on(Refused(owned, 0, AWAY), 1.0)
+    world.is_coming = coming
+    for epoch, now_s in enumerate((10.0, 20.0, 30.0)):
+        assert kinds(core.on(Refused(owned, epoch, LATE), now_s)) == [Pause]
+    assert core.on(Refused(owned, 3, LATE), 62.0) == [Over(owned, LATE.code)]
+
+
+def test_what_no_worker_will_ever_serve_is_not_parked(world: World) -> None:
+    core, owned = parking(world), Taken()
+    core.on(Submitted(owned), 1.0)
+    assert core.on(Refused(owned, 0, Trouble("final", "bad_request", "no")), 1.1) == [Over(owned, "bad_request")]
+
+
+def parking(world: World) -> OwnerCore:
+    """A core that parks requests for 60 s, where a worker starts."""
+    world.is_coming = True
+    return OwnerCore(world, trouble=lambda error: error, lost=lambda reason: Trouble("lost", "lost", reason), park_s=60.0)
+
+
 def test_a_new_request_that_finds_no_room_ends_at_once(core: OwnerCore) -> None:
     owned = Taken()
     core.on(Submitted(owned), 0.0)
-    assert core.on(Refused(owned, 0, Trouble("overloaded", "overloaded", "full")), 0.1) == [Over(owned, "overloaded")]
+    assert core.on(Refused(owned, 0, FULL), 0.1) == [Over(owned, "overloaded")]
 
 
 def test_a_lost_worker_costs_an_epoch_and_is_avoided(core: OwnerCore) -> None:

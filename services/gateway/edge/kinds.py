@@ -21,13 +21,15 @@ from motet.services.gateway.openai import answers, embeddings, fields, image_req
 from motet.services.gateway.openai.prepare import Origin, Preparer
 from motet.services.gateway.owner.made_by import Answer
 from motet.services.gateway.owner.owner import Owner
+from motet.services.gateway.owner.stream import Stream
 
 
 class Streamed(NamedTuple):
-    """A response that sends an answer, and how many tokens have been generated for it so far."""
+    """A response that sends an answer, how many tokens have been generated for it so far, and whether a worker ever had it."""
 
     response: Response
     output_tokens: Callable[[], int]
+    served: Callable[[], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +60,19 @@ class Kind:
 
 
 async def _stream(owner: Owner, prepared: texts.Prepared) -> Streamed:
-    streams, signal = await answers.open_all(owner, prepared.jobs)
+    streams, signal = await answers.open_all(owner, prepared.jobs, early=True)
     events = sse.SseResponse(prepared, streams, signal, owner.detokenizer, owner.made_by(streams[0]))
-    return Streamed(events, lambda: sum(len(stream.answered) for stream in streams))
+    return Streamed(events, lambda: sum(len(stream.answered) for stream in streams), lambda: _served(streams))
 
 
 async def _stream_images(owner: Owner, prepared: images.PreparedImages) -> Streamed:
-    streams, signal = await answers.open_all(owner, prepared.jobs)
+    streams, signal = await answers.open_all(owner, prepared.jobs, early=True)
     events = image_sse.ImageEvents(prepared, streams, signal, owner.made_by(streams[0]))
-    return Streamed(events, lambda: prepared.tokens_of([len(stream.tokens) for stream in streams]))
+    return Streamed(events, lambda: prepared.tokens_of([len(stream.tokens) for stream in streams]), lambda: _served(streams))
+
+
+def _served(streams: list[Stream]) -> bool:
+    return any(stream.opened for stream in streams)
 
 
 CHAT = Kind(

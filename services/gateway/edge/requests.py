@@ -119,7 +119,16 @@ class Requests:
                 forget()
             raise
         streamed.response.headers.update(asked.turn.headers())
-        return UntilSent(streamed.response, lambda: asked.turn.end(streamed.output_tokens()))
+
+        def over() -> None:
+            if streamed.served():
+                asked.turn.end(streamed.output_tokens())
+                return
+            asked.turn.fail()  # it waited in vain for a first worker
+            if forget is not None:
+                forget()
+
+        return UntilSent(streamed.response, over)
 
 
 class _Asked:

@@ -121,9 +121,10 @@ def scale_of(decisions: list[Sized]) -> Scale:
 def why(one: Decision) -> str:
     """The reason as a sentence."""
     limit = f"; {one.limit} would be exceeded first" if one.limit else ""
+    fewest = f", and no fewer than {one.desired} are allowed" if one.desired > one.needed and not one.overdue else ""
     sentences: dict[Reason, str] = {
         "steady": f"{one.needed} are needed{limit}",
-        "up": f"{one.needed} are needed{limit}",
+        "up": f"{one.needed} are needed{limit}{fewest}",
         "down": f"one less has been enough for long enough; {one.leaves} holds the fewest bytes of adapters",
         "settling": "fewer would do, but not for long enough yet, or another one starts or leaves",
         "doubt": f"nothing changes without {' and '.join(one.missing)}",

@@ -22,11 +22,14 @@ PLAN_TIMEOUT_S = 15.0  # a scheduler's first plan loads the solver
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """This gateway. `inflight`: its requests; `not_ready`: reasons why it cannot serve now."""
+    """This gateway. `inflight`: its requests; `not_ready`: reasons why it cannot serve now. `asleep`: there is no worker, since
+    nobody asks; the next request has one started. `parked`: requests that wait for a first worker."""
 
     id: str
     inflight: int
     not_ready: list[str]
+    asleep: bool = False
+    parked: int = 0
 
 
 class Worker(WorkerStatus, kw_only=True):
@@ -95,7 +98,13 @@ async def status_of(gateway: Gateway, *, plan: bool) -> Status:
     except MotetError as error:
         seen = {"error": error.message}
     return Status(
-        gateway=GatewayStatus(id=owner.gateway_id, inflight=owner.inflight, not_ready=gateway.not_ready()),
+        gateway=GatewayStatus(
+            id=owner.gateway_id,
+            inflight=owner.inflight,
+            not_ready=gateway.not_ready(),
+            asleep=gateway.fleet.asleep(),
+            parked=owner.parked,
+        ),
         base_model=gateway.config.base.name,
         adapters=gateway.adapters.names(),
         refused_adapters=gateway.adapters.refused,

@@ -25,12 +25,12 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity
 SCORE_BYTES = 64  # of memory for a log-probability that is kept until its answer is complete
 
 
-async def open_all(owner: Owner, jobs: list[Job]) -> tuple[list[Stream], Signal]:
-    """Open all choices of a request, with one signal. When one is refused, the others are cancelled."""
+async def open_all(owner: Owner, jobs: list[Job], *, early: bool = False) -> tuple[list[Stream], Signal]:
+    """Open all choices of a request, with one signal (`Owner.open`). When one is refused, the others are cancelled."""
     signal = Signal()
     if len(jobs) == 1:
-        return [await owner.open(jobs[0], signal=signal)], signal
-    opening = [asyncio.ensure_future(owner.open(job, signal=signal)) for job in jobs]
+        return [await owner.open(jobs[0], signal=signal, early=early)], signal
+    opening = [asyncio.ensure_future(owner.open(job, signal=signal, early=early)) for job in jobs]
     try:
         return list(await asyncio.gather(*opening)), signal
     except BaseException:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from motet.policies.cluster.lost_workers import LostWorkers
 from motet.policies.cluster.worker_book import Holdings, WorkerBook
 from motet.policies.owner.workers_seen import WorkersSeen
 from motet.shared import subjects
 from motet.shared.bus import Bus
-from motet.shared.clock import now_s
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import MotetError
 from motet.shared.telemetry import logger
+from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
+from motet.shared.wire.scale import Reason, Sized
 from motet.shared.wire.worker_state import WorkerNotice, WorkerState
 
 log = logger("motet.gateway.fleet")
+ASLEEP: frozenset[Reason] = frozenset({"idle", "asleep", "woken"})
+ASK_S = 2.0
+SIZED_S = 60.0  # a decision of this age says nothing about now
 
 
 class Fleet:
@@ -24,11 +31,28 @@ class Fleet:
         self._seen = WorkersSeen(base_model)
         self._newcomer = asyncio.Event()
         self.lost = LostWorkers(base_model)
+        self._sized: Sized | None = None  # the last decision on how many workers there should be
+        self._sized_s = 0.0
+        self._slept = False  # none has served since the last one left because nobody asked
 
     async def start(self) -> None:
         """Start listening; the state is complete after one heartbeat."""
         await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
         await self._bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
+        await self._bus.subscribe(subjects.SCALE, Sized, self._on_sized)
+        self._bus.spawn(self._ask_for_decision())
+
+    async def _ask_for_decision(self) -> None:
+        """Ask for the last one: until the next nobody here knows that a base model sleeps, and requests are refused."""
+        with contextlib.suppress(MotetError):
+            reply = await self._bus.request(subjects.SCHEDULER_STATUS, StatusRequest(scale=True), StatusReply, timeout_s=ASK_S)
+            for decisions in reply.scale if isinstance(reply, ClusterStatus) and self._sized is None else []:
+                if decisions and unix_ms() - decisions[-1].at_unix_ms < SIZED_S * 1000:
+                    self._on_sized(decisions[-1])
+
+    def _on_sized(self, sized: Sized) -> None:
+        if sized.base_model == self.base_model:
+            self._sized, self._sized_s = sized, now_s()
 
     def _on_notice(self, notice: WorkerNotice) -> None:
         self.lost.on_notice(notice, now_s())
@@ -39,6 +63,7 @@ class Fleet:
         if heard := self._seen.hear(state, now_s()):
             self.lost.on_state(state.worker_id, state.incarnation)
             if heard == "new":
+                self._slept = False
                 self._newcomer.set()
                 self._newcomer = asyncio.Event()
 
@@ -62,8 +87,28 @@ class Fleet:
             self.lost.on_lost(worker_id, now_s())
 
     def coming(self) -> bool:
-        """Whether no worker serves yet but one is loading its model, which takes minutes for a large model."""
-        return not self.workers() and self.lost.loading(now_s())
+        """Whether no worker serves, but one loads its model, which takes minutes for a large model, or is started on demand."""
+        return not self.workers() and (self.lost.loading(now_s()) or self.asleep() or (self._slept and self._decided()))
+
+    def _decided(self) -> bool:
+        """Whether schedulers tell how many workers there should be, so that a word that requests wait brings one."""
+        return self._sized is not None and now_s() - self._sized_s < SIZED_S
+
+    def asleep(self) -> bool:
+        """Whether there is no worker since nobody asked for so long: the next request has one started."""
+        told = self._sized is not None and self._decided() and self._sized.decision.reason in ASLEEP
+        asleep = told and not self.workers()
+        self._slept = self._slept or asleep
+        return asleep
+
+    def usable(self) -> bool:
+        """Whether requests can come: they are served, or wait for a worker of a base model that slept."""
+        return bool(self.workers()) or self.asleep() or (self._slept and self.coming())
+
+    @property
+    def start_s(self) -> float:
+        """How long a worker takes to start, as schedulers have measured it."""
+        return self._sized.lead_s if self._sized is not None else 1.0
 
     def why_none_serves(self) -> str:
         """Why no worker serves the base model, for operators: with the reasons that failed workers gave."""

@@ -28,6 +28,7 @@ from motet.policies.owner.events import (
     MoveAsked,
     Newcomer,
     Over,
+    Parked,
     Pause,
     PauseOver,
     Placed,
@@ -49,6 +50,7 @@ from motet.services.gateway.owner.encoding import ANSWERS_BYTES_MAX
 from motet.services.gateway.owner.fleet import Fleet
 from motet.services.gateway.owner.made_by import MadeBy, made_by
 from motet.services.gateway.owner.observe import observe
+from motet.services.gateway.owner.parked import ParkedRequests
 from motet.services.gateway.owner.pictures import Pictures
 from motet.services.gateway.owner.pings import Pings
 from motet.services.gateway.owner.stream import Job, Signal, SlowReader, Stream
@@ -110,6 +112,8 @@ class Owner:
         base_model: str,
         max_inflight: int,
         stream_buffer_tokens: int,
+        park_s: float = 0.0,
+        parked_max: int = 1,
     ) -> None:
         self.gateway_id = gateway_id
         self.draining = False
@@ -117,8 +121,13 @@ class Owner:
         self._bus, self._fleet, self._base_model = bus, fleet, base_model
         self._max_inflight, self._buffer_tokens = max_inflight, stream_buffer_tokens
         self._core = OwnerCore(
-            self, trouble=lambda info: trouble_of(from_info(info)), lost=lambda reason: trouble_of(WorkerLost(reason))
+            self,
+            trouble=lambda info: trouble_of(from_info(info)),
+            lost=lambda reason: trouble_of(WorkerLost(reason)),
+            park_s=park_s,
         )
+        self._parked = ParkedRequests(bus, fleet, gateway_id, parked_max)
+        self._early: set[Stream] = set()  # whose callers go on when they are parked
         self._idle = asyncio.Event()  # set whenever the last one ends
         self._held: weakref.WeakSet[Stream] = weakref.WeakSet()  # by callers, also when they are complete
         self._opening: dict[Stream, asyncio.Future[None]] = {}
@@ -171,6 +180,11 @@ class Owner:
         """The number of owned sequences."""
         return len(self._core.active)
 
+    @property
+    def parked(self) -> int:
+        """The number of new requests that wait for a first worker."""
+        return len(self._parked)
+
     def streams(self) -> Collection[Stream]:
         """The streams that have not ended."""
         return cast(Collection[Stream], self._core.active.values())
@@ -198,11 +212,12 @@ class Owner:
             metrics.REFUSED.labels("repeated").inc()
             raise Overloaded(again[0], retry_after_s=again[1])
 
-    async def open(self, job: Job, *, signal: Signal | None = None) -> Stream:
+    async def open(self, job: Job, *, signal: Signal | None = None, early: bool = False) -> Stream:
         """Submit `job`; returns when a worker has accepted it. `signal` wakes a caller that has several streams.
 
-        Raises Overloaded (here or everywhere), Unavailable (draining, or no worker within `OPEN_PATIENCE_S`),
-        DeadlineExceeded, or what the scheduler refused it for.
+        `early`: return also when it waits for a worker to start. Raises Overloaded (here or everywhere), Unavailable (draining,
+        no worker within `OPEN_PATIENCE_S`, or none that starts within `park_s`), DeadlineExceeded, or what the scheduler
+        refused it for.
         """
         if self.draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0)
@@ -219,6 +234,8 @@ class Owner:
         loop = asyncio.get_running_loop()
         stream.deadline = loop.call_later(job.timeout_s, self._on_deadline, stream)
         opened = self._opening[stream] = loop.create_future()
+        if early:
+            self._early.add(stream)
         self._on(Submitted(stream))
         try:
             await opened
@@ -227,12 +244,15 @@ class Owner:
                 self._refusals.add(*_demands(job), error.message, error.retry_after_s, now_s())
             if isinstance(error, Unavailable) and not self._fleet.workers() and (known := self._fleet.lost.summary(now_s())):
                 error.message += f" (workers: {known}; GET /v1/status tells more)"
+            if isinstance(error, Unavailable) and stream.parked_s:
+                error.retry_after_s = self._fleet.start_s
             raise
         except BaseException:
             stream.cancel()
             raise
         finally:
             self._opening.pop(stream, None)
+            self._early.discard(stream)
         return stream
 
     # ---- what the core sees of the workers
@@ -307,6 +327,7 @@ class Owner:
             self._end_unread()
             if self._drawing:
                 self._keep_pictures()
+            self._wake()
             self._on(Tick(self._bus.connected))
 
     def _keep_pictures(self) -> None:
@@ -339,7 +360,10 @@ class Owner:
                     cancel = Cancel(request_id=request_id, epoch=epoch, kv_token=kv)
                     self._bus.spawn(self._publish(subjects.control(worker_id), cancel))
                 case Placed(owned, worker_id):
+                    self._parked.remove(cast(Stream, owned))
                     self._tell_opener(cast(Stream, owned))
+                case Parked(owned):
+                    self._park(cast(Stream, owned))
                 case Over(owned, outcome):
                     self._done(cast(Stream, owned), outcome)
                 case Regained(_, after_s):
@@ -393,6 +417,22 @@ class Owner:
         needs = {word: field for word, field in job.needs.items() if word != "prompt_logprobs"}
         return msgspec.structs.replace(request, sampling=sampling, needs=needs)
 
+    def _park(self, stream: Stream) -> None:
+        """Keep a new request until a worker serves."""
+        try:
+            self._parked.add(stream)
+        except Unavailable as error:
+            self._on(Ended(stream, error, error.code))
+            return
+        self._parked.wake(1)
+        if stream in self._early:
+            self._tell_opener(stream)
+
+    def _wake(self) -> None:
+        """While nobody serves, say how many requests wait: new ones, and those of a worker that has left."""
+        if self._fleet.coming() and (waiting := sum(one.phase == "placing" for one in self._core.active.values())):
+            self._parked.wake(waiting)
+
     def _tell_opener(self, stream: Stream) -> None:
         opened = self._opening.pop(stream, None)
         if opened is None or opened.done():
@@ -404,6 +444,7 @@ class Owner:
 
     def _done(self, stream: Stream, outcome: str) -> None:
         """Record an ended request, and tell the predictors its length."""
+        self._parked.remove(stream)
         self._tell_opener(stream)
         self._drawing.discard(stream)
         if not self._core.active:

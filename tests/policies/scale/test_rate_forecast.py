@@ -21,13 +21,20 @@ CONFIG = ForecastConfig()
 def looks(
     rate: Callable[[float], float], until_s: float, *, config: ForecastConfig = CONFIG, seed: int | None = None
 ) -> list[tuple[float, Ahead]]:
-    """A look every 15 s at arrivals of a rate, without noise unless a seed is given."""
+    """A look every 15 s at arrivals of a rate, without noise unless a seed is given.
+
+    Workers serve exactly what was forecast, so there are too few of them when the rate is above the forecast.
+    """
     forecast, chance, found = RateForecast(period_s=PERIOD_S, config=config), np.random.default_rng(seed), []
+    served: dict[float, float] = {}
     for turn in range(int(until_s / PERIOD_S) + 1):
         now_s = turn * PERIOD_S
         arrived = rate(now_s - PERIOD_S / 2) * PERIOD_S
         arrived = arrived if seed is None else float(chance.poisson(arrived))
-        found.append((now_s, forecast.look(now_s, Rates(arrived, arrived * TOKENS), lead_s=LEAD_S)))
+        ahead = forecast.look(now_s, Rates(arrived, arrived * TOKENS), lead_s=LEAD_S)
+        forecast.missed(ahead.now.requests_s > served.get(now_s, math.inf))
+        served[now_s + HORIZON_S] = ahead.upper.requests_s
+        found.append((now_s, ahead))
     return found
 
 
@@ -55,16 +62,17 @@ def test_the_horizon_is_the_lead_and_one_period_in_whole_periods() -> None:
 
 
 def test_growth_is_forecast_as_it_goes_on_before_it_happens() -> None:
-    """10 requests/s more in 1,000 s: after the horizon it is 1.35 more. The trend is damped, its errors add the rest."""
+    """10 requests/s more in 1,000 s: after the horizon it is 1.35 more. The trend is damped, its errors add some."""
     ahead = looks(lambda at_s: 10.0 + at_s / 100.0, 3000.0)[-1][1]
     assert ahead.source == "trend"
     assert 40.0 < ahead.point.requests_s < 41.35
-    assert 41.35 <= ahead.upper.requests_s <= 1.05 * 41.35
+    assert ahead.point.requests_s < ahead.upper.requests_s <= 1.05 * 41.35
 
 
-def test_a_sudden_rate_counts_within_the_fast_mean() -> None:
-    found = dict(looks(lambda at_s: 50.0 if at_s > 1800.0 else 10.0, 1830.0))
-    assert found[1830.0].upper.requests_s >= 50.0
+def test_a_sudden_rate_counts_half_at_once_and_all_of_it_before_a_worker_could_have_started() -> None:
+    found = dict(looks(lambda at_s: 50.0 if at_s > 1800.0 else 10.0, 1920.0))
+    assert found[1830.0].upper.requests_s >= 30.0
+    assert found[1920.0].upper.requests_s >= 50.0
 
 
 def test_what_happened_at_the_last_full_hours_is_expected_at_this_one() -> None:
@@ -93,15 +101,24 @@ def test_without_a_whole_day_there_is_no_yesterday() -> None:
 
 
 @pytest.mark.parametrize("miss_share", [0.05, 0.2])
-def test_the_rate_is_above_the_forecast_as_often_as_it_may_be(miss_share: float) -> None:
+def test_there_are_too_few_workers_as_often_as_there_may_be(miss_share: float) -> None:
     def rate(at_s: float) -> float:
         return 30.0 + 15.0 * math.sin(at_s / 900.0)
 
     found = looks(rate, 40_000.0, config=ForecastConfig(miss_share=miss_share), seed=1)
     upper = {now_s + HORIZON_S: ahead.upper.requests_s for now_s, ahead in found}
     missed = [ahead.now.requests_s > upper[now_s] for now_s, ahead in found if now_s > 8000.0]
-    assert np.mean(missed) <= miss_share + 0.02
+    assert np.mean(missed) <= miss_share + 0.04  # the level is told of a miss when the horizon is over
     assert np.mean(missed) >= miss_share / 8  # the fast mean as a floor makes it too safe, within bounds
+
+
+def test_where_workers_are_never_too_few_no_margin_is_paid() -> None:
+    """As many as the mean load needs are enough: they are whole, and leave late."""
+    forecast, chance = RateForecast(period_s=PERIOD_S), np.random.default_rng(1)
+    for turn in range(4000):
+        ahead = forecast.look(turn * PERIOD_S, Rates(float(chance.poisson(300.0)), 0.0), lead_s=LEAD_S)
+        forecast.missed(False)
+    assert ahead.upper.requests_s == ahead.now.requests_s
 
 
 def test_errors_of_another_horizon_are_forgotten() -> None:

@@ -109,6 +109,39 @@ def test_an_objective_that_an_idle_worker_misses_never_starts_a_worker() -> None
     assert "33.5 ms" in found[-1].impossible
 
 
+# ---- workers that vanish
+
+
+def test_a_worker_that_vanished_is_expected_back_and_no_other_one_leaves_meanwhile() -> None:
+    sizer = Sizer(CONFIG, needed)
+    steadily(sizer, 600.0, 15.0, 3, told=3)
+    found = sizer.look(look(615.0, 15.0, ready=2, told=3, lost={"w2": 610.0}))
+    assert (found.desired, found.reason, found.leaves) == (3, "steady", "")
+
+
+def test_all_workers_that_vanish_at_once_are_no_reason_to_have_fewer() -> None:
+    gone = {"w0": 0.0, "w1": 0.0, "w2": 0.0}
+    found = Sizer(CONFIG, lambda _: Need(1)).look(look(10.0, 25.0, told=3, lost=gone))
+    assert found.desired == 3
+    doubt = Sizer(CONFIG, needed).look(look(1000.0, 25.0, told=3, lost=gone, missing=["the reports of s1"]))
+    assert (doubt.desired, doubt.reason) == (3, "doubt"), "however long they have been away"
+
+
+def test_a_lost_worker_that_somebody_has_replaced_starts_no_further_one() -> None:
+    found = Sizer(CONFIG, needed).look(look(10.0, 25.0, ready=2, told=3, lost={"w2": 0.0}, starting={"new": 5.0}))
+    assert found.desired == 3
+
+
+def test_a_worker_that_does_not_come_back_is_not_counted() -> None:
+    found = Sizer(CONFIG, needed).look(look(1000.0, 25.0, ready=2, told=3, lost={"w2": 0.0}))
+    assert (found.desired, found.reason, found.current) == (3, "up", 2)
+
+
+def test_a_count_that_somebody_lowered_is_accepted() -> None:
+    found = Sizer(CONFIG, needed).look(look(1000.0, 15.0, ready=2, told=3))
+    assert (found.desired, found.current) == (2, 2)
+
+
 # ---- starts that fail
 
 

@@ -76,6 +76,7 @@ async def test_the_command_prints_a_line_and_a_reason(mesh: Mesh, connect: Conne
         ({"reason": "doubt", "missing": ("the reports of s1", "x")}, "nothing changes without the reports of s1 and x"),
         ({"reason": "impossible", "impossible": "an idle worker needs 33 ms"}, "more workers do not help: an idle worker"),
         ({"reason": "down", "leaves": "worker-2"}, "worker-2 holds the fewest bytes"),
+        ({"reason": "up", "needed": 2}, "2 are needed, and no fewer than 4 are allowed"),
         ({"reason": "most", "needed": 9}, "9 are needed, and no more than 4 are allowed"),
     ],
 )

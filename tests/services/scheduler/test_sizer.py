@@ -13,7 +13,7 @@ from motet.shared import subjects
 from motet.shared.clock import now_s
 from motet.shared.wire.admin import StatusReply, StatusRequest
 from motet.shared.wire.demand import AdapterDemand, BaseDemand, DemandReport
-from motet.shared.wire.scale import Decision, Sized
+from motet.shared.wire.scale import Decision, Sized, Wake
 from motet.shared.wire.worker_state import WorkerNotice
 from tests.services.scheduler.support import knows
 from tests.support import eventually
@@ -92,6 +92,56 @@ async def test_with_a_schedulers_reports_missing_nothing_changes_and_it_is_said(
     service.demand.hear(DemandReport(scheduler_id="silent", seconds=5.0), now_s() - 30.0)
     await eventually(lambda: (found := decision(service)) is not None and found.reason == "doubt")
     assert decision(service).missing == ("the reports of silent",) and decision(service).desired == 1
+
+
+async def test_the_first_waiting_request_is_looked_at_at_once(bus, schedule, monkeypatch):
+    monkeypatch.setattr(sizer, "LOOK_S", 60.0)
+    service = await schedule(scale="act", scale_min=0)
+    await eventually(lambda: service.planner.mine)
+    asked_s = now_s()
+    await bus.publish(subjects.WAKE, Wake(base_model=BASE, gateway_id="g1", waiting=3))
+    await eventually(lambda: (found := decision(service)) is not None and found.reason == "woken")
+    assert decision(service).desired == 1 and now_s() - asked_s < 5.0
+
+
+async def test_a_waiting_request_is_seen_also_when_the_one_that_plans_is_gone(bus, schedule, monkeypatch):
+    monkeypatch.setattr(sizer, "LOOK_S", 60.0)
+    services = {name: await schedule(scale="act", scale_min=0, instance_id=name) for name in ("s1", "s2")}
+    await eventually(lambda: any(one.planner.mine for one in services.values()))
+    (planner,) = (name for name, one in services.items() if one.planner.mine)
+    await services.pop(planner).stop()
+    (other,) = services.values()
+
+    async def decided() -> bool:
+        await bus.publish(subjects.WAKE, Wake(base_model=BASE, gateway_id="g1", waiting=1))
+        return (found := decision(other)) is not None and found.desired == 1
+
+    await eventually(decided, within_s=10.0)
+    assert decision(other).reason == "woken"
+
+
+async def test_a_base_that_nobody_asks_for_needs_no_worker_until_a_request_waits(bus, schedule, hire, monkeypatch):
+    monkeypatch.setattr(sizer, "WOKEN_S", 0.5)
+    await hire("w1")
+    service = await schedule(scale="act", scale_min=0, scale_idle_s=0.2)
+    await eventually(lambda: (found := decision(service)) is not None and found.reason == "idle")
+    assert (decision(service).desired, decision(service).leaves) == (0, "w1")
+    await bus.publish(subjects.WAKE, Wake(base_model=BASE, gateway_id="g1", waiting=1))
+    await eventually(lambda: decision(service).desired == 1)
+    await eventually(lambda: decision(service).reason == "idle")
+
+
+async def test_workers_that_die_are_expected_back_and_one_that_stopped_is_not(bus, schedule, hire):
+    workers = [await hire(name) for name in ("w1", "w2", "w3")]
+    service = await schedule(scale="advise")
+    await eventually(lambda: (found := decision(service)) is not None and found.current == 3)
+    await workers[0].die()
+    await eventually(lambda: not service.cluster.knows("w1"), within_s=10.0)
+    await asyncio.sleep(0.3)  # time: several looks
+    assert (decision(service).desired, decision(service).current) == (3, 3)
+    stopped = WorkerNotice(worker_id="w1", incarnation="1", base_model=BASE, event="stopped")
+    await bus.publish(subjects.notice("w1"), stopped)
+    await eventually(lambda: decision(service).current == 2)
 
 
 async def test_workers_that_draw_pictures_are_left_as_they_are(bus, schedule, hire):
