@@ -6,7 +6,8 @@ of machine: where *launches* bind, a step takes 30 ms and 8 for each request in 
 
     independent   by their shares of the trace, one picture for each request
     order         in the trace's own order, one picture for each request
-    pictures      in the trace's own order, with its numbers of pictures for each prompt
+    pictures      in the trace's own order, with its numbers of pictures for each prompt; without one at a time, whose queues
+                  only grow
 
 A load of 1 is what Motet serves while requests wait without end and every adapter is there. The latency of a request is that of
 its last picture; in time is within four times what it takes alone. Rivals (`bench.rivals.images`) have the same worker, loads
@@ -105,7 +106,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         arrivals = np.cumsum(np.random.default_rng(11).exponential(1.0, size=count))  # the same for all loads
         for load in loads:
             found[kind, source, load] = {
-                name: outcome(kind, sources[source], arrivals / (load * capacity), rival) for name, rival in RIVALS.items()
+                name: outcome(kind, sources[source], arrivals / (load * capacity), rival)
+                for name, rival in RIVALS.items()
+                if source != "pictures" or rival.batch is not OneAtATime
             }
         _table(kind, source, capacity, {load: found[kind, source, load] for load in loads})
     return figures(found)

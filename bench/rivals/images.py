@@ -36,6 +36,8 @@ class OneAtATime(FirstCome):
         """None but the first fits."""
         return 1
 
+    rows_now = rows_limit
+
 
 def _kind(seq: ImageSequence) -> tuple[Bucket, frozenset[str]]:
     """What the requests of a step have in common."""
@@ -48,7 +50,7 @@ class EqualOldest(FirstCome):
     def _denoises(self, ready: list[ImageSequence]) -> list[ImageSequence]:
         kind = _kind(self._head(ready))
         chosen: list[ImageSequence] = []
-        left = self.rows_limit(kind[0])
+        left = self.rows_now(kind[0])
         for seq in ready:
             if _kind(seq) == kind and (seq.rows <= left or not chosen):
                 chosen.append(seq)

@@ -27,6 +27,7 @@ Rules:
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
@@ -126,7 +127,10 @@ class ImageBatch(Generic[S]):
         urgency: Callable[[S], Any] = by_start,
     ) -> None:
         self.limits, self.slots, self.times, self._urgency = limits, slots, times, urgency
-        self._requests: dict[S, None] = {}
+        self._requests: dict[S, Any] = {}  # with their urgency, in the order in which they came
+        self._sizes: Counter[Bucket] = Counter()  # of the requests
+        self._holders = 0  # requests that hold slots
+        self._drawn: set[S] = set()  # those that are to be decoded
         self._ordered: list[tuple[Any, S]] = []  # by urgency
         self._between: set[Stage] = set()  # steps since the last denoising one
 
@@ -151,14 +155,19 @@ class ImageBatch(Generic[S]):
         own_s = self.times.own_ms(seq.bucket, seq.rows, seq.steps - seq.step, pictures=seq.pictures, together=together) / 1e3
         due_s = seq.due_s if seq.due_s < inf else seq.arrival_s + PATIENCE * own_s
         seq.start_by_s = max(seq.arrival_s, due_s - own_s)
-        self._requests[seq] = None
-        insort(self._ordered, (self._urgency(seq), seq), key=itemgetter(0))
+        urgency = self._requests[seq] = self._urgency(seq)
+        self._sizes[seq.bucket] += 1
+        insort(self._ordered, (urgency, seq), key=itemgetter(0))
 
     def remove(self, seq: S) -> None:
         """A request has ended, failed or was cancelled. Unknown ones are ignored."""
         if seq not in self._requests:
             return
         del self._requests[seq]
+        self._drawn.discard(seq)
+        self._sizes[seq.bucket] -= 1
+        if not self._sizes[seq.bucket]:
+            del self._sizes[seq.bucket]
         self._ordered = [one for one in self._ordered if one[1] is not seq]
         self._release(seq)
 
@@ -184,6 +193,7 @@ class ImageBatch(Generic[S]):
             seq.step += plan.stage == "denoise"
             seq.stage = "denoise" if seq.step < seq.steps else "decode"
             if seq.stage == "decode":
+                self._drawn.add(seq)
                 self._release(seq)
         return ended
 
@@ -193,11 +203,10 @@ class ImageBatch(Generic[S]):
         """The next step, of requests that are there now. Slots for it are taken at once."""
         plan: ImagePlan[S] = ImagePlan()
         self.slots.eviction.now_s = now_s
-        ordered = [seq for _, seq in self._ordered]
-        ready = self._eligible(ordered, plan)
+        ready = self._eligible(plan)
         encodes = [seq for seq in ready if seq.stage == "encode"]
         denoises = [seq for seq in ready if seq.stage == "denoise"]
-        decodes = [seq for seq in ordered if seq.stage == "decode"]
+        decodes = sorted(self._drawn, key=self._requests.__getitem__)
         if encodes and not (denoises and "encode" in self._between):
             plan.stage, plan.requests = "encode", self._encodes(encodes)
         elif decodes and not (denoises and "decode" in self._between):
@@ -214,12 +223,23 @@ class ImageBatch(Generic[S]):
         """The rows that a step of this bucket should have: up to the knee, and what the memory holds."""
         return self.times.knee(bucket, max(1, self.limits.rows_most(bucket)))
 
-    def _eligible(self, ordered: list[S], plan: ImagePlan[S]) -> list[S]:
-        """Rule 5: those that can be encoded or denoised now, with slots for those that can be next. They keep the order."""
+    def rows_now(self, bucket: Bucket) -> int:
+        """The rows that the next step of this bucket may have: from time to time more than it should."""
+        return self.times.rows(bucket, max(1, self.limits.rows_most(bucket)))
+
+    def _eligible(self, plan: ImagePlan[S]) -> list[S]:
+        """Rule 5: those that can be encoded or denoised now, with slots for those that can be next. They keep the order.
+
+        It ends where no size has room and nobody behind holds slots.
+        """
         room: dict[Bucket, list[int]] = {}  # rows of ready requests, and of those that wait for copies, still to be let in
         ready: list[S] = []
         blocked: list[S] = []
-        for seq in ordered:
+        holders, full = self._holders, 0
+        for _, seq in self._ordered:
+            if not holders and full == len(self._sizes):
+                break
+            holders -= seq.holds
             if seq.stage == "decode":
                 continue
             if seq.bucket not in room:
@@ -233,7 +253,9 @@ class ImageBatch(Generic[S]):
             if is_ready:
                 ready.append(seq)
             if seq.holds or is_ready:
+                had = left[0]
                 left[0 if is_ready else 1] -= seq.rows
+                full += had > 0 >= left[0]
         return ready
 
     def _take_slots(self, seq: S, plan: ImagePlan[S], blocked: list[S]) -> None:
@@ -244,6 +266,7 @@ class ImageBatch(Generic[S]):
             blocked.append(seq)
             return
         seq.holds, seq.passed = True, 0
+        self._holders += 1
         for (digest, _), grant in zip(seq.adapters, grants, strict=True):
             plan.evictions += grant.evicted
             if grant.load:
@@ -273,7 +296,7 @@ class ImageBatch(Generic[S]):
         """Rules 1 to 3."""
         bucket = ready[0].bucket
         chosen: list[S] = []
-        left = self.times.rows(bucket, max(1, self.limits.rows_most(bucket)))
+        left = self.rows_now(bucket)
         for seq in ready:
             if seq.bucket == bucket and (seq.rows <= left or not chosen):
                 chosen.append(seq)
@@ -285,6 +308,7 @@ class ImageBatch(Generic[S]):
             for digest, _ in seq.adapters:
                 self.slots.release(digest)
             seq.holds = False
+            self._holders -= 1
 
     def check(self) -> None:
         """Assert that slots and stages agree (tests)."""
@@ -294,4 +318,7 @@ class ImageBatch(Generic[S]):
                 users[digest] = users.get(digest, 0) + 1
             assert 0 <= seq.step <= seq.steps and (seq.step < seq.steps or seq.stage != "denoise"), seq
             assert not (seq.holds and seq.stage == "decode"), "it needs no adapters any more"
+        assert self._holders == sum(seq.holds for seq in self._requests), "holders"
+        assert self._drawn == {seq for seq in self._requests if seq.stage == "decode"}, "those to be decoded"
+        assert self._sizes == Counter(seq.bucket for seq in self._requests), "sizes"
         self.slots.check(users)

@@ -139,3 +139,16 @@ def bench(*words: str) -> list[str]:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
+
+
+@pytest.mark.bench
+def test_the_order_of_image_steps_is_compared_in_the_twin() -> None:
+    figures = json.loads(bench("images", "--arrivals", "--quick")[-1])
+    assert {"mean_vs_equal", "p99_vs_equal", "worst_mean_vs_equal", "worst_p99_vs_equal"} <= figures.keys()
+    assert figures["mean_vs_equal"] < 0.7 and figures["p99_vs_equal"] < 0.5, "mixed batches where launches bind"
+
+
+@pytest.mark.bench
+def test_a_live_image_worker_is_compared_with_the_twin_of_its_profile() -> None:
+    figures = json.loads(bench("images", "--live-vs-twin", "--quick")[-1])
+    assert abs(figures["e2e_p50_error"]) < 1.0 and len(figures["rounds"]) == 1

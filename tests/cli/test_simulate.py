@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 
 from motet.cli.main import cli
-from motet.shared.profile import write_profile
+from motet.shared.model import ImageSizeSteps, ImageSteps, WorkerLimits
+from motet.shared.profile import LinkFacts, Profile, write_profile
 from motet.twin.profile import a10_llama2_7b
 
 SHORT = ("--duration-s", "20", "--rate", "3", "--adapters", "10")
@@ -183,3 +185,61 @@ def test_a_wrong_option_is_refused_by_name(words: tuple[str, str]) -> None:
 def test_a_run_that_cannot_be_simulated_is_refused_with_the_reason(words: tuple[str, ...], message: str) -> None:
     result = simulate(*words)
     assert result.exit_code == 1 and message in result.output
+
+
+def image_profile(path: Path) -> Path:
+    """A worker that draws pictures of 512 x 512."""
+    size = ImageSizeSteps(
+        height=64, width=64, text_tokens=77, rows=(2, 16), step_ms=(38.0, 94.0), decode_ms=5.0, decode_picture_ms=8.0
+    )
+    limits = WorkerLimits(
+        base_model="sd",
+        engine="images",
+        max_model_len=1077,
+        max_running=32,
+        max_waiting=200,
+        block_size=1,
+        kv_blocks_total=232 * 1077,
+        adapter_bytes_total=1 << 33,
+        max_lora_rank=64,
+        capabilities=("draws",),
+        copies="wait",
+    )
+    perf = replace(a10_llama2_7b().perf, finish_ms=13.0)
+    images = ImageSteps(sizes=(size,), encode_ms=5.0, encode_request_ms=1.0, rows_max=16, area_max=16 * 4096)
+    write_profile(
+        path, Profile(motet_profile=1, limits=limits, perf=perf, images=images, link=LinkFacts(gb_per_s=20.0, layers=1))
+    )
+    return path
+
+
+def test_an_image_worker_draws_generated_requests_and_those_of_a_trace(tmp_path: Path) -> None:
+    profile = image_profile(tmp_path / "images.json")
+    words = ("--profile", profile, "--rate", "1", "--duration-s", "30", "--workers", "2", "--slo-e2e-ms", "60000")
+    run = figures(*words, "--picture-steps", "20")["runs"]["motet"]
+    assert run["finished"] == run["requests"] > 10 and run["slo_attainment"] == 1.0
+    assert run["e2e_ms"]["p50"] >= 6.0 + 20 * 38.0 + 13.0
+    trace = tmp_path / "trace.csv"
+    rows = [f"2024-11-15 16:57:{second:02d},{2 if second % 3 else 1},30,{'a' if second % 2 else 'b;c'}" for second in range(20)]
+    trace.write_text("\n".join(["gmt_create,num_images_per_prompt,num_inference_steps,lora_ids", *rows, ""]))
+    run = figures("--profile", profile, "--trace", trace, "--slo-e2e-ms", "60000")["runs"]["motet"]
+    assert run["finished"] == run["requests"] == 20 + 13 and run["adapters"]["device_loads"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--picture-size", "500"), "is not WIDTHxHEIGHT"),
+        (("--picture-size", "500x512"), "--picture-size 500x512: both sides must be multiples of 8"),
+        (("--save-trace", "t.jsonl"), "--save-trace: the format has no pictures"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(tmp_path: Path, words: tuple[str, ...], reason: str) -> None:
+    result = simulate("--profile", image_profile(tmp_path / "images.json"), "--rate", "1", "--duration-s", "5", *words)
+    assert result.exit_code != 0 and reason in result.output
+
+
+def test_an_image_worker_is_not_planned(tmp_path: Path) -> None:
+    profile = image_profile(tmp_path / "images.json")
+    result = CliRunner().invoke(cli, ["plan", "--adapters", "4", "--worker", str(profile)])
+    assert result.exit_code != 0 and "it draws pictures; only workers that generate text are planned" in result.output

@@ -117,7 +117,7 @@ class Clock:
 def live(driven: Driven, workload: Workload, clock: Clock) -> Plans:
     """The plans of the live engine. Its passes run, and the clock moves by the time of each."""
     engine, model, plans = driven.engine, ImageStepModel(FACTS), Plans()
-    batch: Any = engine._batch  # private: the times of its steps are given
+    batch: Any = engine.batch
     batch.times = measured_times(FACTS)
     planned = batch.plan
 

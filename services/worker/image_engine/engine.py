@@ -62,7 +62,7 @@ class ImageEngine:
     ) -> None:
         self.pause_s = 0.0
         self._passes, self._adapters, self._worker = passes, adapters, worker
-        self._batch: ImageBatch[Drawing] = ImageBatch(limits, slots=adapters.slots, times=ImageTimes())
+        self.batch: ImageBatch[Drawing] = ImageBatch(limits, slots=adapters.slots, times=ImageTimes())
         self._describe, self._keep_s = describe, keep_s
         self._order = count()
         self._output = StepOutput()
@@ -74,7 +74,7 @@ class ImageEngine:
     @property
     def kv_blocks_free(self) -> int:
         """There are no KV blocks; each request here counts as one of full length, so there is room for all that may come."""
-        return max(0, self._worker.kv_blocks_total - len(self._batch) * self._worker.max_model_len)
+        return max(0, self._worker.kv_blocks_total - len(self.batch) * self._worker.max_model_len)
 
     @property
     def adapter_bytes_free(self) -> int:
@@ -86,24 +86,24 @@ class ImageEngine:
 
     def has_work(self) -> bool:
         """Whether `step` would compute or report anything."""
-        return bool(len(self._batch) or self._adapters.copying or self._adapters.changes or not self._output.empty)
+        return bool(len(self.batch) or self._adapters.copying or self._adapters.changes or not self._output.empty)
 
     def add(self, request: EngineRequest, now_s: float) -> None:
         """Queue a request. Raises BadRequest naming the field, or InvalidAdapter, if it cannot be drawn here."""
         drawing = self._made(request)
-        if not self._batch.fits(drawing.adapters):
+        if not self.batch.fits(drawing.adapters):
             needed, slots = sum(size_bytes for _, size_bytes in drawing.adapters), self._adapters.slots
             raise InvalidAdapter(
                 f"adapters: {len(drawing.adapters)} with {needed} bytes; the device has room for {slots.slots} (--max-loras)"
                 f" with {slots.bytes_total} bytes in all",
                 param="adapters",
             )
-        self._batch.add(drawing)
+        self.batch.add(drawing)
         self._changed[request.request_id] = drawing.brief()
 
     def cancel(self, request_id: str, epoch: int) -> bool:
         """Stop the request of this id if its epoch is `epoch` or older; its last item says "cancelled"."""
-        drawing = next((one for one in self._batch if one.request.request_id == request_id), None)
+        drawing = next((one for one in self.batch if one.request.request_id == request_id), None)
         if drawing is None or drawing.request.epoch > epoch:
             return False
         self._end(drawing, drawing.request.item(drawing.reported, "cancelled"))
@@ -111,7 +111,7 @@ class ImageEngine:
 
     def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> bool:
         """Copy an adapter that no request has asked for, if there is room. Returns whether it is there or comes."""
-        if over is not None and any(drawing.stage == "encode" for drawing in self._batch):
+        if over is not None and any(drawing.stage == "encode" for drawing in self.batch):
             return adapter.digest in self._adapters.slots
         return self._adapters.prefetch(adapter, over)
 
@@ -126,20 +126,20 @@ class ImageEngine:
 
     def abort_all(self, error: MotetError) -> StepOutput:
         """End every request with `error`."""
-        for drawing in self._batch:
+        for drawing in self.batch:
             self._fail(drawing, error)
         return self._take_output()
 
     def check(self) -> None:
         """Assert that slots, copies and requests agree."""
-        self._batch.check()
+        self.batch.check()
         self._adapters.check()
-        ids = [drawing.request.request_id for drawing in self._batch]
+        ids = [drawing.request.request_id for drawing in self.batch]
         assert len(set(ids)) == len(ids), "two requests of one id"
 
     def forget_times(self) -> None:
         """Forget the times of the steps so far: those of a cold process say nothing about the next ones."""
-        self._batch.times = ImageTimes()
+        self.batch.times = ImageTimes()
 
     def close(self) -> None:
         """Nothing runs beside the steps."""
@@ -149,16 +149,16 @@ class ImageEngine:
     def step(self, now_s: float) -> StepOutput:
         """Encode, or take one denoising step, or decode; or only copy adapters and report."""
         stats = self._output.stats
-        plan = self._batch.plan(now_s)
+        plan = self.batch.plan(now_s)
         self._move_adapters(plan)
         self._adapters.advance(COPY_BYTES if plan.requests else IDLE_COPY_BYTES)
         if plan.requests:
             self._run(plan, stats)
         self._adapters.sweep()
-        if not len(self._batch):
+        if not len(self.batch):
             self._passes.forget()
-        stats.running = sum(drawing.stage != "encode" for drawing in self._batch)
-        stats.waiting = len(self._batch) - stats.running
+        stats.running = sum(drawing.stage != "encode" for drawing in self.batch)
+        stats.waiting = len(self.batch) - stats.running
         return self._take_output()
 
     def _move_adapters(self, plan: ImagePlan[Drawing]) -> None:
@@ -172,7 +172,7 @@ class ImageEngine:
             except Exception as error:
                 answer = MotetError(f"adapter {digest} could not be loaded: {type(error).__name__}: {error}", param="model")
                 log.exception("adapter not loaded", extra={"digest": digest})
-                for holder in [one for one in self._batch if one.holds and any(digest == name for name, _ in one.adapters)]:
+                for holder in [one for one in self.batch if one.holds and any(digest == name for name, _ in one.adapters)]:
                     self._fail(holder, answer)
                 self._adapters.slots.drop(digest)
 
@@ -189,7 +189,7 @@ class ImageEngine:
                 self._denoise(plan, stats, told, began_s)
         except Exception as error:  # whatever it was, its requests must be answered and the others served
             self._output.failure, told.pictures = error, 0
-            here = set(self._batch)
+            here = set(self.batch)
             for drawing in plan.requests:
                 if drawing in here:
                     self._fail(drawing, MotetError(f"the engine step failed: {type(error).__name__}: {error}"))
@@ -203,7 +203,7 @@ class ImageEngine:
                 self._passes.prepare(drawing)
             except MotetError as error:
                 self._fail(drawing, error)
-        self._batch.done(plan, (clock_s() - began_s) * 1000)
+        self.batch.done(plan, (clock_s() - began_s) * 1000)
         for drawing in plan.requests:
             if drawing.stage != "encode":
                 self._changed[drawing.request.request_id] = drawing.brief()
@@ -219,8 +219,8 @@ class ImageEngine:
                 at = f"step {drawing.step + 1} of {drawing.steps}"
                 self._fail(drawing, MotetError(f"the latents are not finite after {at}"))
         now_s = clock_s()
-        self._batch.done(plan, (now_s - began_s) * 1000)
-        told.rows, told.knee_rows = plan.rows, self._batch.rows_limit(plan.requests[0].bucket)
+        self.batch.done(plan, (now_s - began_s) * 1000)
+        told.rows, told.knee_rows = plan.rows, self.batch.rows_limit(plan.requests[0].bucket)
         for drawing, fine in zip(plan.requests, finite, strict=True):
             if fine and drawing.step > drawing.reported:
                 item = self._step_item(drawing, now_s)
@@ -243,7 +243,7 @@ class ImageEngine:
             item = drawing.item("stop")
             item.picture = self._picture(drawing, pixels, preview=False)
             self._end(drawing, item)
-        self._batch.done(plan, (clock_s() - began_s) * 1000)
+        self.batch.done(plan, (clock_s() - began_s) * 1000)
 
     def _picture(self, drawing: Drawing, pixels: np.ndarray, *, preview: bool) -> Picture:
         image, height, width = drawing.image, *pixels.shape[:2]
@@ -280,7 +280,7 @@ class ImageEngine:
 
     def _wanted(self) -> Collection[str]:
         """The adapters that waiting requests need."""
-        return {digest for drawing in self._batch if not drawing.holds for digest, _ in drawing.adapters}
+        return {digest for drawing in self.batch if not drawing.holds for digest, _ in drawing.adapters}
 
     def _emit(self, drawing: Drawing, item: StreamItem) -> None:
         self._output.items.setdefault(drawing.request.gateway_id, []).append(item)
@@ -290,7 +290,7 @@ class ImageEngine:
 
     def _end(self, drawing: Drawing, item: StreamItem) -> None:
         self._emit(drawing, item)
-        self._batch.remove(drawing)
+        self.batch.remove(drawing)
         self._changed.pop(drawing.request.request_id, None)
 
     def _count(self, stats: StepStats, drawings: Sequence[Drawing]) -> None:
