@@ -71,7 +71,11 @@ class Worker:
         on_tokens: Callable[[Worker, list[Live]], None] | None = None,
         incarnation: str = "",
     ) -> None:
-        limits = replace(spec.limits, prefix_cache="tenant" if spec.options.prefix_cache else "")
+        limits = replace(
+            spec.limits,
+            adapter_slots=spec.options.max_loras,
+            prefix_cache="tenant" if spec.options.prefix_cache else "",
+        )
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
         self._on_tokens = on_tokens
