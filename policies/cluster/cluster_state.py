@@ -65,6 +65,7 @@ class ClusterState:
         self._index = AdapterIndex()
         self.prefixes = PrefixIndex()
         self.homes = HomeIndex()
+        self._at_home: dict[str, tuple[str, ...]] = {}  # worker id -> adapters, of absent workers, too
         self._merged: dict[int, str] = {}  # row -> the adapter that is merged into its weights
         self._bases: dict[str, int] = {}
         self._formats: dict[str, int] = {"": 0}  # of KV blocks
@@ -194,9 +195,12 @@ class ClusterState:
         return self._index.of(digest)
 
     def put_homes(self, worker_id: str, digests: Iterable[str]) -> None:
-        """These adapters are at home on the worker, and no others; an unknown worker is ignored."""
+        """These adapters are at home on the worker, and no others, also when it is not here yet, or again."""
+        self._at_home[worker_id] = found = tuple(digests)
+        if not found:
+            del self._at_home[worker_id]
         if worker_id in self._row:
-            self.homes.put(self._row[worker_id], digests)
+            self.homes.put(self._row[worker_id], found)
 
     # ---- workers
 
@@ -207,6 +211,7 @@ class ClusterState:
             row = self._take_row()
             self._row[worker_id], self.ids[row] = row, worker_id
             self._loads[worker_id], self._adapters[worker_id] = WorkerLoad(), {}
+            self.homes.put(row, self._at_home.get(worker_id, ()))
             self.table["key"][row] = hash_of(worker_id)
             self.table["kv_tokens_free"][row] = 0.0  # until it is heard
             self._oldest_s = -inf
