@@ -288,7 +288,7 @@ class Cluster:
         for worker_id, digests in self._homes.items():
             for one in self.schedulers:
                 one.state.put_homes(worker_id, digests)
-            self._by_id[worker_id].pin(digests)
+            self._by_id[worker_id].pin((), homes=digests)
         if self.unfinished:
             self.events.at(self.events.now_ps + round(scheduler.spec.place_s * PS_PER_S), MESSAGE, self._place_adapters)
 

@@ -172,9 +172,10 @@ class Worker:
         """Copy an adapter to the device before a request asks for it, as `CopyIn` says."""
         self._perform([CopyIn(digest, over)])
 
-    def pin(self, digests: Iterable[str]) -> None:
-        """Keep these adapters loaded, and no others."""
-        self._perform(self.core.on(Pinned([self._adapters[digest] for digest in digests]), self._events.now_s))
+    def pin(self, digests: Iterable[str], homes: Iterable[str] = ()) -> None:
+        """Keep these adapters loaded, and no others; `homes` are at home here."""
+        pinned, at_home = ([self._adapters[digest] for digest in names] for names in (digests, homes))
+        self._perform(self.core.on(Pinned(pinned, at_home), self._events.now_s))
         if not self._ticks:
             self._tick()
 
@@ -201,8 +202,8 @@ class Worker:
                     self.engine.load(self._adapters[digest], over)
                 case Stop(request_id, epoch):
                     self.engine.stop(request_id, epoch)
-                case PinAdapters(digests):
-                    self.engine.pin(digests)
+                case PinAdapters(digests, homes):
+                    self.engine.pin(digests, homes)
         self.engine.wake()
         self.announce_changes()
 

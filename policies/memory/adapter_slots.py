@@ -48,6 +48,8 @@ class AdapterSlots:
         """Returns the adapters that waiting requests need; these are evicted after the others."""
         self.pinned: Collection[str] = ()
         """Pinned adapters. They are evicted after all others, and no prefetch takes their room."""
+        self.homes: Collection[str] = ()
+        """Adapters that are evicted after those that are neither in it, nor pinned, nor waited for."""
         self._idle = 0  # adapters without users
         self.idle_bytes = 0
         """Bytes of the adapters without users."""
@@ -187,23 +189,29 @@ class AdapterSlots:
         return [self.evict(digest) for digest in list(self.unwanted())]
 
     def victims(self) -> Iterator[str]:
-        """Idle adapters in the order of eviction: first those that no request waits for, then the others, then pinned ones.
+        """Idle adapters in the order of eviction: first those that no request waits for (`unwanted`), then the others, then
+        pinned ones.
 
         The caller may remove each adapter during the iteration.
         """
-        waited, pinned = self.waited(), self.pinned
+        waited, pinned, homes = self.waited(), self.pinned, self.homes
+        at_home: list[str] = []
         later: list[str] = []
         for digest in self.eviction:
             if digest in waited or digest in pinned:
                 later.append(digest)
+            elif digest in homes:
+                at_home.append(digest)
             else:
                 yield digest
+        yield from at_home
         yield from sorted(later, key=pinned.__contains__)
 
     def unwanted(self) -> Iterator[str]:
-        """Idle adapters that are neither pinned nor waited for, in the order of eviction."""
+        """Idle adapters that are neither pinned nor waited for, in the order of eviction: first those that are not at home."""
         waited, pinned = self.waited(), self.pinned
-        return (digest for digest in self.eviction if digest not in waited and digest not in pinned)
+        idle = (digest for digest in self.eviction if digest not in waited and digest not in pinned)
+        return iter(sorted(idle, key=self.homes.__contains__)) if self.homes else idle
 
     def evict(self, digest: str) -> tuple[str, int]:
         """Evict an idle adapter to make room. Returns it with the freed slot."""

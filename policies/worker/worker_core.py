@@ -109,7 +109,7 @@ class WorkerCore(Generic[R]):
     _versions: Mapping[str, Version] = field(default_factory=dict)
     _fetching: set[str] = field(default_factory=set)  # pinned adapters that are loaded into host memory
     _pinned: Mapping[str, AdapterRef] = field(default_factory=dict)
-    _homes: dict[str, AdapterRef] = field(default_factory=dict)  # adapters to bring, beyond the pins
+    _homes: dict[str, AdapterRef] = field(default_factory=dict)  # adapters at home here, to bring
     _retry_s: dict[str, float] = field(default_factory=dict)  # when pinned adapters are tried again that could not be loaded
     _departures: Departures = field(default_factory=Departures)
     _actions: list[Action[R]] = field(default_factory=list)
@@ -169,8 +169,8 @@ class WorkerCore(Generic[R]):
                 self._place(digest)
             case DiskFull(missing_bytes):
                 self.disk_room = self.host.make_disk_room(missing_bytes)
-            case Pinned(adapters):
-                self._pin(adapters)
+            case Pinned(adapters, homes):
+                self._pin(adapters, homes)
             case Tick():
                 self._bring_pinned()
                 self._bring_home()
@@ -406,12 +406,12 @@ class WorkerCore(Generic[R]):
                 self._fetching.discard(digest)
         self._place(digest)
 
-    def _pin(self, adapters: Sequence[AdapterRef]) -> None:
+    def _pin(self, adapters: Sequence[AdapterRef], homes: Sequence[AdapterRef]) -> None:
         self._pinned = pins.within(adapters, self.view.limits)
         self._retry_s.clear()
-        self._homes = {one.digest: one for one in adapters if one.digest not in self._pinned}
+        self._homes = {one.digest: one for one in homes}
         self.host.pinned = set(self._pinned)
-        self._actions.append(PinAdapters(self._pinned.keys()))
+        self._actions.append(PinAdapters(self._pinned.keys(), frozenset(self._homes)))
         self._bring_pinned()
 
     def _bring_pinned(self) -> None:
@@ -430,7 +430,7 @@ class WorkerCore(Generic[R]):
                 self.host.fetch(adapter, _Fetch(adapter))
 
     def _bring_home(self) -> None:
-        """Load the next adapter that is at home here and no pin, into room that is free. Each is brought once."""
+        """Load the next adapter that is at home here into room that is free. Each is brought once."""
         for digest, adapter in list(self._homes.items()):
             if digest in self._fetching:
                 return

@@ -112,9 +112,10 @@ class DiskFull(msgspec.Struct, frozen=True):
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """Exactly these adapters are pinned to this worker, the oldest pin first."""
+    """Exactly these adapters are pinned to this worker, the oldest pin first, and at home here, the most important first."""
 
     adapters: Sequence[AdapterRef]
+    homes: Sequence[AdapterRef] = ()
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -209,9 +210,11 @@ class CopyIn(msgspec.Struct, frozen=True):
 
 
 class PinAdapters(msgspec.Struct, frozen=True):
-    """Pin these adapters, and no others: they are evicted from the device after all others."""
+    """Pin these adapters, and no others: they are evicted from the device after all others. `homes` are evicted before them and
+    after strangers."""
 
     digests: Collection[str]
+    homes: Collection[str] = frozenset()
 
 
 class CopyOut(msgspec.Struct, frozen=True):
