@@ -243,7 +243,7 @@ class EchoEngine:
     def load_adapter(self, adapter: Any, over: Collection[str] | None = None) -> None:
         """It has no adapters."""
 
-    def pin_adapters(self, digests: Collection[str], homes: Collection[str] = ()) -> None:
+    def pin_adapters(self, digests: Collection[str]) -> None:
         """It has no adapters."""
 
     def unload_adapter(self, digest: str) -> None:

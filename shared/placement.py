@@ -1,6 +1,6 @@
 """Desired residency: which adapters are at home on each worker (KV `motet_placement`).
 
-    the scheduler that plans ──Placement per worker──> bucket ──> the worker: load into free room, evict after others
+    the scheduler that plans ──Placement per worker──> bucket ──> the worker: load into free room
                                                          ├──────> schedulers: a request elsewhere costs more
                                                          └──────> gateways: shown in `/v1/adapters` and `motet status`
 

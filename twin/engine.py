@@ -110,9 +110,9 @@ class Engine:
         """Copy an adapter to the device, as `worker_events.CopyIn` says."""
         self._coming.append((adapter, over))
 
-    def pin(self, digests: Collection[str], homes: Collection[str]) -> None:
-        """These adapters, and no others, are evicted after all others, `homes` before them and after strangers."""
-        self.batches.slots.pinned, self.batches.slots.homes = digests, homes
+    def pin(self, digests: Collection[str]) -> None:
+        """These adapters, and no others, are evicted after all others."""
+        self.batches.slots.pinned = digests
 
     def preload(self, adapter: AdapterRef) -> None:
         """Put an adapter on the device at once, if there is room without evicting."""
@@ -268,6 +268,7 @@ class Engine:
             if changes:
                 self._shell.report(Stepped(device=changes))
             self._metrics.foreseen += over is not None
+            self._metrics.brought += over is None
         if batches.boundary is not None:
             batches.boundary.settle()
 

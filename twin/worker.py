@@ -202,8 +202,8 @@ class Worker:
                     self.engine.load(self._adapters[digest], over)
                 case Stop(request_id, epoch):
                     self.engine.stop(request_id, epoch)
-                case PinAdapters(digests, homes):
-                    self.engine.pin(digests, homes)
+                case PinAdapters(digests):
+                    self.engine.pin(digests)
         self.engine.wake()
         self.announce_changes()
 

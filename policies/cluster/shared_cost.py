@@ -206,6 +206,8 @@ def _evictions(state: ClusterState, ask: Ask) -> Floats:
     if (homes := state.homes.of(ask.adapter)) is not None:
         copies += STRANGER
         copies[homes] -= STRANGER
+    copies *= t["adapters_used"]
+    copies /= t["adapter_slots"]
     return copies
 
 

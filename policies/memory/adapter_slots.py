@@ -48,8 +48,6 @@ class AdapterSlots:
         """Returns the adapters that waiting requests need; these are evicted after the others."""
         self.pinned: Collection[str] = ()
         """Pinned adapters. They are evicted after all others, and no prefetch takes their room."""
-        self.homes: Collection[str] = ()
-        """Adapters that are evicted after those that are neither in it, nor pinned, nor waited for."""
         self._idle = 0  # adapters without users
         self.idle_bytes = 0
         """Bytes of the adapters without users."""
@@ -189,29 +187,23 @@ class AdapterSlots:
         return [self.evict(digest) for digest in list(self.unwanted())]
 
     def victims(self) -> Iterator[str]:
-        """Idle adapters in the order of eviction: first those that no request waits for (`unwanted`), then the others, then
-        pinned ones.
+        """Idle adapters in the order of eviction: first those that no request waits for, then the others, then pinned ones.
 
         The caller may remove each adapter during the iteration.
         """
-        waited, pinned, homes = self.waited(), self.pinned, self.homes
-        at_home: list[str] = []
+        waited, pinned = self.waited(), self.pinned
         later: list[str] = []
         for digest in self.eviction:
             if digest in waited or digest in pinned:
                 later.append(digest)
-            elif digest in homes:
-                at_home.append(digest)
             else:
                 yield digest
-        yield from at_home
         yield from sorted(later, key=pinned.__contains__)
 
     def unwanted(self) -> Iterator[str]:
-        """Idle adapters that are neither pinned nor waited for, in the order of eviction: first those that are not at home."""
+        """Idle adapters that are neither pinned nor waited for, in the order of eviction."""
         waited, pinned = self.waited(), self.pinned
-        idle = (digest for digest in self.eviction if digest not in waited and digest not in pinned)
-        return iter(sorted(idle, key=self.homes.__contains__)) if self.homes else idle
+        return (digest for digest in self.eviction if digest not in waited and digest not in pinned)
 
     def evict(self, digest: str) -> tuple[str, int]:
         """Evict an idle adapter to make room. Returns it with the freed slot."""

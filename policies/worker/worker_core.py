@@ -389,6 +389,7 @@ class WorkerCore(Generic[R]):
                 continue
             if not holder.foreseen:
                 self._fetching.discard(digest)
+                self._homes.pop(digest, None)
                 self._actions.append(CopyIn(digest))
             elif self.foresight is not None:
                 self.foresight.came(digest)
@@ -411,7 +412,7 @@ class WorkerCore(Generic[R]):
         self._retry_s.clear()
         self._homes = {one.digest: one for one in homes}
         self.host.pinned = set(self._pinned)
-        self._actions.append(PinAdapters(self._pinned.keys(), frozenset(self._homes)))
+        self._actions.append(PinAdapters(self._pinned.keys()))
         self._bring_pinned()
 
     def _bring_pinned(self) -> None:

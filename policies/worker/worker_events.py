@@ -210,11 +210,9 @@ class CopyIn(msgspec.Struct, frozen=True):
 
 
 class PinAdapters(msgspec.Struct, frozen=True):
-    """Pin these adapters, and no others: they are evicted from the device after all others. `homes` are evicted before them and
-    after strangers."""
+    """Pin these adapters, and no others: they are evicted from the device after all others."""
 
     digests: Collection[str]
-    homes: Collection[str] = frozenset()
 
 
 class CopyOut(msgspec.Struct, frozen=True):

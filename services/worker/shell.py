@@ -115,8 +115,8 @@ class Shell:
                 self._answer(action)
             case CopyIn(digest, over):
                 self.engine.load_adapter(self.store.copy(digest), over)
-            case PinAdapters(digests, homes):
-                self.engine.pin_adapters(digests, homes)
+            case PinAdapters(digests):
+                self.engine.pin_adapters(digests)
             case CopyOut(digest):
                 self.engine.unload_adapter(digest)
             case Load(adapter, source):

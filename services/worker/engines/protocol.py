@@ -83,8 +83,8 @@ class EngineProtocol(Protocol):
         waits; idle adapters of `over` are evicted for it.
         """
 
-    def pin_adapters(self, digests: Collection[str], homes: Collection[str] = ()) -> None:
-        """Pin these adapters, and no others: they are evicted after all others, `homes` before them and after strangers."""
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        """Pin these adapters, and no others: they are evicted after all other adapters."""
 
     def unload_adapter(self, digest: str) -> None:
         """Take an adapter off the device as soon as no request uses it. A report tells when it is gone."""

@@ -71,7 +71,7 @@ class SteppedEngine(Protocol):
 
     def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> bool: ...
 
-    def pin_adapters(self, digests: Collection[str], homes: Collection[str]) -> None: ...
+    def pin_adapters(self, digests: Collection[str]) -> None: ...
 
     def unload_adapter(self, digest: str) -> bool: ...
 
@@ -169,8 +169,8 @@ class EngineThread(Generic[E]):
     def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> None:
         self._post(lambda engine: _ignore(engine.load_adapter(adapter, over)))
 
-    def pin_adapters(self, digests: Collection[str], homes: Collection[str] = ()) -> None:
-        self._post(lambda engine: engine.pin_adapters(digests, homes))
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        self._post(lambda engine: engine.pin_adapters(digests))
 
     def unload_adapter(self, digest: str) -> None:
         self._post(lambda engine: _ignore(engine.unload_adapter(digest)))

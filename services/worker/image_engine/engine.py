@@ -115,9 +115,9 @@ class ImageEngine:
             return adapter.digest in self._adapters.slots
         return self._adapters.prefetch(adapter, over)
 
-    def pin_adapters(self, digests: Collection[str], homes: Collection[str] = ()) -> None:
+    def pin_adapters(self, digests: Collection[str]) -> None:
         """Pin these adapters, and no others."""
-        self._adapters.slots.pinned, self._adapters.slots.homes = digests, homes
+        self._adapters.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> bool:
         """Take an adapter off the device when no request holds it. Returns whether it is gone."""

@@ -242,9 +242,9 @@ class Engine:
             raise
         return True
 
-    def pin_adapters(self, digests: Collection[str], homes: Collection[str] = ()) -> None:
-        """Pin these adapters, and no others: they are evicted after all others, `homes` before them and after strangers."""
-        self._core.slots.pinned, self._core.slots.homes = digests, homes
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        """Pin these adapters, and no others: they are evicted after all other adapters."""
+        self._core.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> bool:
         """Take an adapter off the device, complete or not: now, or when its last request has ended.

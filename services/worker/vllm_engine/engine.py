@@ -242,8 +242,8 @@ class VllmEngine:
             self._free_slots([digest for digest, _ in grant.evicted])
             self._bring(adapter)
 
-    def pin_adapters(self, digests: Collection[str], homes: Collection[str] = ()) -> None:
-        self._entry.slots.pinned, self._entry.slots.homes = digests, homes
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        self._entry.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> None:
         self._entry.doomed.add(digest)
