@@ -119,8 +119,6 @@ def match(
     adapters that each worker has loaded, by worker id; `before`: the homes that each had. Raises ValueError for more bins than
     workers.
     """
-    from scipy.optimize import linear_sum_assignment
-
     workers = sorted(held)
     if len(bins) > len(workers):
         raise ValueError(f"{len(bins)} bins for {len(workers)} workers")
@@ -131,6 +129,10 @@ def match(
             missing[row, column] = sum(
                 size_bytes[one] * ((one not in there) + INCUMBENT * (one not in at_home)) for one in adapters
             )
+    if (missing == missing[:1]).all():  # to every worker each bin costs the same
+        return {worker: tuple(bins[row]) if row < len(bins) else () for row, worker in enumerate(workers)}
+    from scipy.optimize import linear_sum_assignment
+
     rows, columns = linear_sum_assignment(missing)
     chosen = dict(zip(rows.tolist(), columns.tolist(), strict=True))
     return {worker: tuple(bins[chosen[row]]) if row in chosen else () for row, worker in enumerate(workers)}
