@@ -17,7 +17,7 @@ import argparse
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zi
 WORKERS, SLOTS, ADAPTERS = (8, 32), 16, 500
 RATE, RATES = 6.0, (4.0, 6.0, 7.0)  # requests/s for each worker
 HEADLINE_SEED = 71  # no constant was chosen on it
-WARM_S, SECONDS = 60.0, 180.0
+WARM_S, SECONDS = 60.0, 150.0
 TAIL = 0.1  # the most popular share of the adapters, which is not in the tail
 SLOT_BYTES, RANK = 40 << 20, 16
 STEPS = EngineSteps(  # of a published calibration of vLLM 0.8.5: a pass, .4 ms for each adapter in it, attention
@@ -220,32 +220,39 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return _tune(args)
     sizes = (4,) if args.quick else WORKERS
     seconds = args.seconds or (30.0 if args.quick else SECONDS)
-    rates = (RATE,) if args.quick else RATES
     orders = [None, *([args.order] if args.order is not None else [])]
-    cases = [
+    cases = _cases(args, orders, sizes, seconds)
+    found = _measured(cases, args)
+    figures: dict[str, Any] = {}
+    for order in orders:
+        _print(order, cases, found)
+        for workers in sizes:
+            suffix = ("" if order is None else "_trace") + ("" if workers == sizes[0] else f"_{workers}")
+            mine = [one for one in cases if (one.order, one.workers, one.rate) == (order, workers, RATE) and one in found]
+            figures |= _figures({label: found[one] for label, one in zip(_policies(), mine, strict=False)}, suffix)
+    return figures | _moved(sizes, args.seed) | {"seed": args.seed, "seconds": seconds, "requests_per_s_each": RATE}
+
+
+def _cases(args: argparse.Namespace, orders: Sequence[Path | None], sizes: Sequence[int], seconds: float) -> list[Case]:
+    """All loads on the smaller fleet by the power law, else RATE."""
+    return [
         Case(policy=policy, workers=workers, rate=rate, seconds=seconds, seed=args.seed, order=order, **extra)
         for order in orders
         for workers in sizes
-        for rate in (rates if workers == sizes[0] else (RATE,))
+        for rate in (RATES if workers == sizes[0] and order is None and not args.quick else (RATE,))
         for policy, extra in _policies().values()
     ]
-    found = _measured(cases, args)
+
+
+def _print(order: Path | None, cases: list[Case], found: dict[Case, Outcome]) -> None:
     labels = list(_policies())
-    figures: dict[str, Any] = {}
-    for order in orders:
-        rows = []
-        for case, label in zip(cases, labels * (len(cases) // len(labels)), strict=True):
-            if case.order == order and case in found:
-                rows.append(found[case].row(case.workers, case.rate, label))
-        title = "by a power law" if order is None else "in the order of the trace"
-        print(report.table(f"{ADAPTERS} adapters {title}, {SLOTS} slots a worker", COLUMNS, rows))
-        for workers in sizes:
-            suffix = ("" if order is None else "_trace") + ("" if workers == sizes[0] else f"_{workers}")
-            of_case = dict(
-                zip(labels, (c for c in cases if (c.order, c.workers, c.rate) == (order, workers, RATE)), strict=True)
-            )
-            figures |= _figures({label: found[case] for label, case in of_case.items() if case in found}, suffix)
-    return figures | _moved(sizes, args.seed) | {"seed": args.seed, "seconds": seconds, "requests_per_s_each": RATE}
+    rows = [
+        found[case].row(case.workers, case.rate, labels[number % len(labels)])
+        for number, case in enumerate(cases)
+        if case.order == order and case in found
+    ]
+    title = "by a power law" if order is None else "in the order of the trace"
+    print(report.table(f"{ADAPTERS} adapters {title}, {SLOTS} slots a worker", COLUMNS, rows))
 
 
 def _policies() -> dict[str, tuple[str, dict[str, Any]]]:

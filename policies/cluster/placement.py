@@ -17,11 +17,13 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.homes import NO_HOMES, Homes, plan
 from motet.policies.cluster.worker_book import Known
 from motet.policies.times.load_forecast import RATE_S, Forecast
+from motet.policies.times.perf_model import Floats
 from motet.shared.model import AdapterRef, Tier
 
 LEAST = 2.0 / 900.0
@@ -118,10 +120,9 @@ def preload(
 ) -> dict[str, tuple[str, ...]]:
     """The adapters that each worker should load, in the order in which they were placed.
 
-    `first`: by worker, those that come before all copies, even where there are more of them than room.
-
     `load`: requests per second of each adapter; `size_bytes`: of each adapter; `rooms`: by worker; `present`: the adapters that
-    each worker holds already, and gets before workers that do not.
+    each worker holds already, and gets before workers that do not; `first`: by worker, those that come before all copies, even
+    where there are more of them than room.
     """
     names = sorted((one for one, rate in load.items() if rate > 0.0), key=lambda one: (-load[one], one))
     workers = sorted(rooms)
@@ -134,22 +135,27 @@ def preload(
     slots = np.array([rooms[worker].slots for worker in workers])
     held = np.zeros((len(names), len(workers)), dtype=bool)
     away = np.array([[name not in (present or {}).get(worker, ()) for worker in workers] for name in names])
-    capacity, copies = np.zeros(len(names)), np.zeros(len(names))
-    at_of = {name: at for at, name in enumerate(names)}
     for to, worker in enumerate(workers):
-        for at in (at_of[name] for name in placed[worker] if name in at_of):
-            held[at, to] = True
-            copies[at] += 1.0
-            free[to] = max(free[to] - size[at], 0.0)
-            slots[to] -= 1
-    capacity = held @ free
-    chosen: list[tuple[int, int]] = []  # (adapter, worker), as placed
+        held[:, to] = np.isin(names, placed[worker])
+    free = np.maximum(free - size @ held, 0.0)
+    slots -= held.sum(axis=0)
+    for at, to in _copies(rate, size, free, slots, held, away):
+        placed[workers[to]].append(names[at])
+    return {worker: tuple(placed[worker]) for worker in workers}
+
+
+def _copies(
+    rate: Floats, size: Floats, free: Floats, slots: NDArray[np.int64], held: NDArray[np.bool_], away: NDArray[np.bool_]
+) -> list[tuple[int, int]]:
+    """(adapter, worker) of the copies up to the highest lowest tolerance. Changes `free`, `slots` and `held`."""
+    copies, capacity = held.sum(axis=1).astype(float), held @ free
+    chosen: list[tuple[int, int]] = []
     best, kept = float((capacity / rate).min()), 0  # the highest lowest tolerance so far, and the copies placed then
     while True:
         at = int(np.argmin(capacity / rate))  # the first one of several has the most load
         fits = ~held[at] & (free >= size[at]) & (slots > 0)
         if not fits.any():
-            break
+            return chosen[:kept]
         expected = (rate / np.maximum(1.0, copies)) @ held
         order = np.lexsort((-free, expected, away[at]))
         to = int(order[fits[order]][0])
@@ -163,6 +169,3 @@ def preload(
         lowest = float((capacity / rate).min())
         if lowest > best or not best:
             best, kept = lowest, len(chosen)
-    for at, to in chosen[:kept]:
-        placed[workers[to]].append(names[at])
-    return {worker: tuple(placed[worker]) for worker in workers}
