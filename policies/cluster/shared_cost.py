@@ -36,8 +36,9 @@ waits until one of them has no request left, and every slot becomes free once wi
 the slots that are left could be taken by chance: fewer than the root of all, by which the number in use varies.
 
 Evictions. On a device that is full, r's copy makes another adapter leave, which somebody will ask for: EVICTED copies. Where
-r's adapter is not at home (`homes`), it will leave again: STRANGER copies. Both are costs and no filters: a home that is late
-still loses. Their numbers were found with the twin (`bench homes`).
+r's adapter is not at home (`homes`), it will leave again: STRANGER copies. Both count by the share of slots in use: where few
+are, room is not what binds. They are costs and no filters: a home that is late still loses. Their numbers were found with the
+twin (`bench homes`, `bench cluster`).
 
 Fetched blocks. Where a worker fetches a part of the prompt from another one, r waits for the later of these blocks and its turn
 instead of computing that part. In `others` the part counts as if it were computed: it takes cache memory from blocks that
@@ -80,7 +81,7 @@ from motet.policies.times.perf_model import Floats
 PENALTY_MS = 100.0
 """Penalty per token for an objective that is missed by 100%."""
 LASTING = 2.0
-EVICTED, STRANGER = 4.0, 16.0
+EVICTED, STRANGER = 1.0, 16.0
 """Copies that count for an adapter which leaves for r's, and for r's adapter where it is not at home."""
 NEAR = 0.005
 """Workers whose cost is within this share of the best count as equally good."""

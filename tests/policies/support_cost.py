@@ -80,7 +80,7 @@ def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[
             slot_wait = step * max(0.0, len(used) + 1 - slots) / slots * avg_resp_len
         loaded = used | ({ask.adapter} if worker.tier == "device" else set())
         full = len(loaded) >= slots or worker.adapter_bytes_free < ask.adapter_bytes
-        others += (n + 1) * copy / avg_resp_len * (EVICTED * full + STRANGER * (worker.home is False))
+        others += (n + 1) * copy / avg_resp_len * (EVICTED * full + STRANGER * (worker.home is False)) * len(used) / slots
 
     lacks = max(0, worker.lent_tokens - worker.cached_tokens)
     travel = perf.kv_base_ms + lacks * perf.kv_ms_per_mib * limits.kv_token_bytes / MIB
