@@ -74,6 +74,7 @@ class ClusterState:
         self.held_back: set[int] = set()  # the rows that are draining or refusing
         self.exclusive: set[int] = set()  # the rows that take only requests of one kind
         self.crowded: set[int] = set()  # the rows without a free seat
+        self.slotted: set[int] = set()  # the rows of workers that say how many slots they have
         self._perf: PerfColumns | None = None  # this and the next ones are computed on demand, see `_forget_derived`
         self._travel_gain: Floats | None = None
         self._least: tuple[int, int] | None = None
@@ -242,6 +243,7 @@ class ClusterState:
         t["block_size"][row] = limits.block_size
         t["kv_tokens_total"][row] = limits.kv_blocks_most * limits.block_size
         slots = limits.adapter_slots or inf
+        (self.slotted.add if limits.adapter_slots else self.slotted.discard)(row)
         t["adapter_slots"][row] = slots
         t["adapter_slots_easy"][row] = slots - sqrt(slots) if limits.adapter_slots else inf
         t["copies_stall"][row] = limits.copies == "stall"
@@ -291,6 +293,7 @@ class ClusterState:
         self.held_back.discard(row)
         self.exclusive.discard(row)
         self.crowded.discard(row)
+        self.slotted.discard(row)
         self._forget_derived()
 
     def heard(

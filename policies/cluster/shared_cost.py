@@ -150,7 +150,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
         room = length * step * turns(t, n - t["max_running"] + 1.0, tokens + out - spare)
         wait += room
         others += per_token * room
-    if ask.adapter:
+    if ask.adapter and state.slotted:
         wait += length * _slot_wait(state, ask, others, step)
         others += _evictions(state, ask) * copy * (per_token + _ONE / length)
     cost = others
