@@ -426,6 +426,8 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one KV block, where KV blocks and adapters share the memory of both totals; 0 where each has a fixed region."""
     copies: Literal["stall", "wait", "bridged"] = "stall"
     """Requests that a copy to the device delays: all; those on the adapter; none, since CPU processes compute meanwhile."""
+    adapter_slots: int = 0
+    """Adapters on the device at once; 0 where it is not known."""
     pin_slots: int = 0
     """Adapters that may be pinned here."""
     pin_bytes: int = 0

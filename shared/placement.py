@@ -1,6 +1,7 @@
-"""Desired residency: which adapters each worker is to keep loaded besides its pinned ones (KV `motet_placement`).
+"""Desired residency: which adapters are at home on each worker (KV `motet_placement`).
 
-    the scheduler that plans ──Placement per worker──> bucket ──> the worker: load, keep, release
+    the scheduler that plans ──Placement per worker──> bucket ──> the worker: load into free room
+                                                         ├──────> schedulers: a request elsewhere costs more
                                                          └──────> gateways: shown in `/v1/adapters` and `motet status`
 
 The key is the worker's id. The scheduler owns the values. It writes a changed value and deletes the values of workers that are

@@ -23,7 +23,7 @@ from motet.shared.model import EngineSteps, ImageSteps, PerfModel, WorkerLimits
 from motet.shared.worker_options import WorkerOptions
 
 VERSION = 1
-MAY_BE_ZERO = {"kv_block_bytes", "kv_token_bytes", "pin_slots", "pin_bytes"}
+MAY_BE_ZERO = {"kv_block_bytes", "kv_token_bytes", "adapter_slots", "pin_slots", "pin_bytes"}
 """Limits of which a worker may have none."""
 
 

@@ -31,10 +31,11 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     in_flight_s: _Seconds = 3.0
     """For so long an accepted request counts as load while the worker's state does not show it."""
     rebalance: Switch = "auto"
-    """auto: waiting requests move to workers where they run sooner. on: running ones move as well, and adapters are placed by
-    demand."""
+    """auto: waiting requests move to workers where they run sooner. on: running ones move as well."""
     kv_travel: bool = True
     """A worker fetches the KV blocks of a request that moves, and cached ones of prompts, where that is faster than computing
     them again."""
+    placement: bool = True
+    """Adapters get homes by demand: workers that keep them loaded, and that their requests go to."""
     place_s: _Seconds = 180.0
-    """Time between decisions about which adapters workers keep loaded."""
+    """Time between decisions about homes, while no worker comes or leaves."""

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.describe import brief_of, picture_brief
 from motet.policies.cluster.dispatch import Decision
+from motet.policies.cluster.homes import NO_HOMES, Homes
 from motet.policies.cluster.migration_plan import Plan
 from motet.policies.cluster.rebalance import RebalanceConfig, Rebalancer, Rebalancing
 from motet.policies.cluster.worker_book import DELTA_S, HEARTBEAT_S, Cadence
@@ -35,6 +36,8 @@ from motet.twin.worker import Worker
 from motet.twin.worker_spec import WorkerSpec
 from motet.twin.workload import Request, Workload
 
+FIRST_PLACE_S = 30.0
+"""Seconds to the first homes of adapters, at most, as live."""
 NEW_OBJECTS = 100_000
 """New objects from one garbage collection to the next. Few are part of a reference cycle, so collecting often finds nothing."""
 
@@ -140,6 +143,7 @@ class Cluster:
         self._submit_ps, self._assign_ps, self._state_ps = map(to_ps, (bus.submit_ms, bus.assign_ms, bus.state_ms))
         self._heartbeat_ps, self._delta_ps = round(bus.heartbeat_s * PS_PER_S), round(bus.delta_s * PS_PER_S)
         self.unfinished = len(workload)  # requests without an end
+        self._homes: Homes = NO_HOMES
         self.plans: list[tuple[float, Plan]] = []
         """What the rebalancer decided, and the real seconds that each plan took."""
         self._there: set[str] = set()  # workers that schedulers know
@@ -168,8 +172,8 @@ class Cluster:
             one.book.forget(worker_id)
 
     def _begin_balancing(self, scheduler: SchedulerSpec, balance: BalanceSpec | None) -> None:
-        if scheduler.rebalance == "on":
-            self.events.at(round(scheduler.place_s * PS_PER_S), MESSAGE, self._place_adapters)
+        if scheduler.placement:
+            self.events.at(round(min(FIRST_PLACE_S, scheduler.place_s) * PS_PER_S), MESSAGE, self._place_adapters)
         if balance is not None:
             self._rebalancer: Rebalancing = Rebalancer(balance.config)
         elif scheduler.rebalance != "off":
@@ -290,11 +294,14 @@ class Cluster:
             self.events.at(self.events.now_ps + round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)
 
     def _place_adapters(self) -> None:
-        """The first scheduler says which adapters each worker keeps loaded."""
+        """The first scheduler says which adapters are at home on each worker. All schedulers and the workers hear it."""
         scheduler, now_s = self.schedulers[0], self.events.now_s
-        placed = scheduler.core.placing.place(scheduler.book, scheduler.state, now_s)
-        for worker_id, digests in placed.items():
-            self._by_id[worker_id].pin(digests)
+        looks = scheduler.core.placing.look(scheduler.book, scheduler.state, now_s, self._homes)
+        self._homes = {worker: digests for look in looks for worker, digests in look.place().items()}
+        for worker_id, digests in self._homes.items():
+            for one in self.schedulers:
+                one.state.put_homes(worker_id, digests)
+            self._by_id[worker_id].pin((), homes=digests)
         if self.unfinished:
             self.events.at(self.events.now_ps + round(scheduler.spec.place_s * PS_PER_S), MESSAGE, self._place_adapters)
 

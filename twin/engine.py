@@ -268,6 +268,7 @@ class Engine:
             if changes:
                 self._shell.report(Stepped(device=changes))
             self._metrics.foreseen += over is not None
+            self._metrics.brought += over is None
         if batches.boundary is not None:
             batches.boundary.settle()
 

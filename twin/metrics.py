@@ -45,6 +45,7 @@ class Metrics:
     preemptions: int = 0
     adapter_admissions: int = 0  # of requests with an adapter into a batch, again after a preemption
     device_loads: int = 0
+    brought: int = 0  # copies of adapters at home or pinned, which no request has asked for
     prefetches: int = 0  # copies that began before a request's turn
     foreseen: int = 0  # copies to the device ahead of any request
     evictions: int = 0

@@ -73,7 +73,11 @@ class Worker:
         on_tokens: Callable[[Worker, Sequence[AnyLive]], None] | None = None,
         incarnation: str = "",
     ) -> None:
-        limits = replace(spec.limits, prefix_cache="tenant" if spec.options.prefix_cache else "")
+        limits = replace(
+            spec.limits,
+            adapter_slots=spec.options.max_loras,
+            prefix_cache="tenant" if spec.options.prefix_cache else "",
+        )
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
         self._on_tokens = on_tokens
@@ -177,9 +181,10 @@ class Worker:
         """Copy an adapter to the device before a request asks for it, as `CopyIn` says."""
         self._perform([CopyIn(digest, over)])
 
-    def pin(self, digests: Iterable[str]) -> None:
-        """Keep these adapters loaded, and no others."""
-        self._perform(self.core.on(Pinned([self._adapters[digest] for digest in digests]), self._events.now_s))
+    def pin(self, digests: Iterable[str], homes: Iterable[str] = ()) -> None:
+        """Keep these adapters loaded, and no others; `homes` are at home here."""
+        pinned, at_home = ([self._adapters[digest] for digest in names] for names in (digests, homes))
+        self._perform(self.core.on(Pinned(pinned, at_home), self._events.now_s))
         if not self._ticks:
             self._tick()
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, adapter_ms, lightest, spread
 from motet.policies.cluster.cluster_state import ClusterState
-from motet.policies.cluster.holders import ON_DEVICE
+from motet.policies.cluster.holders import IN_USE, ON_DEVICE
 from motet.policies.times.perf_model import Floats, decode_ms, prefill_ms
 
 
@@ -83,6 +83,32 @@ def lora_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: 
     best = lightest(-score, fit)
     best = best[lightest(t["queued"][best])]
     return Choice(spread(state, best, ask.key), float(score[best[0]]))
+
+
+class WeightedAffinity:
+    """The same score beside the other scorers of that gateway, each from 0 to 1: short queues and free KV memory.
+
+    There is room where fewer adapters are in use than there are slots, as in the gateway's own scorer. The sum of the weighted
+    scores counts, and the shortest queue among equals.
+    """
+
+    def __init__(self, queue: float, kv: float) -> None:
+        self._queue, self._kv = queue, kv
+
+    def __call__(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+        t = state.table
+        score = np.where(t["adapters_used"] < t["adapter_slots"], ROOM, FULL)
+        if (held := state.holders(ask.adapter)) is not None:
+            used = held.rows[held.bits & IN_USE != 0]
+            score[used] = np.maximum(score[used], WAITING)
+            score[held.rows[held.bits & ON_DEVICE != 0]] = ACTIVE
+        queued, rows = t["queued"], np.flatnonzero(fit)
+        least, most = float(queued[rows].min()), float(queued[rows].max())
+        score += self._queue * (1.0 if most == least else (most - queued) / (most - least))
+        score += self._kv * np.where(fit, t["kv_tokens_free"], 0.0) / np.maximum(t["kv_tokens_total"], 1.0)
+        best = lightest(-score, fit)
+        best = best[lightest(queued[best])]
+        return Choice(spread(state, best, ask.key), float(score[best[0]]))
 
 
 class RoundRobin:

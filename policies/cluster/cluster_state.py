@@ -13,13 +13,13 @@ Freed rows are reused, and the table doubles when it is full. Pure: callers inte
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import inf
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.cluster.holders import AdapterIndex, Holders, place_bits
+from motet.policies.cluster.holders import AdapterIndex, Holders, HomeIndex, place_bits
 from motet.policies.cluster.prefix_index import PrefixIndex
 from motet.policies.cluster.worker_load import WorkerLoad
 from motet.policies.cluster.worker_table import (
@@ -64,6 +64,8 @@ class ClusterState:
         self._adapters: dict[str, dict[str, Tier]] = {}  # worker id -> digest -> tier
         self._index = AdapterIndex()
         self.prefixes = PrefixIndex()
+        self.homes = HomeIndex()
+        self._at_home: dict[str, tuple[str, ...]] = {}  # worker id -> adapters, of absent workers, too
         self._merged: dict[int, str] = {}  # row -> the adapter that is merged into its weights
         self._bases: dict[str, int] = {}
         self._formats: dict[str, int] = {"": 0}  # of KV blocks
@@ -72,6 +74,7 @@ class ClusterState:
         self.held_back: set[int] = set()  # the rows that are draining or refusing
         self.exclusive: set[int] = set()  # the rows that take only requests of one kind
         self.crowded: set[int] = set()  # the rows without a free seat
+        self.slotted: set[int] = set()  # the rows of workers that say how many slots they have
         self._perf: PerfColumns | None = None  # this and the next ones are computed on demand, see `_forget_derived`
         self._travel_gain: Floats | None = None
         self._least: tuple[int, int] | None = None
@@ -192,6 +195,14 @@ class ClusterState:
         """The workers that hold the adapter; None when no worker does."""
         return self._index.of(digest)
 
+    def put_homes(self, worker_id: str, digests: Iterable[str]) -> None:
+        """These adapters are at home on the worker, and no others, also when it is not here yet, or again."""
+        self._at_home[worker_id] = found = tuple(digests)
+        if not found:
+            del self._at_home[worker_id]
+        if worker_id in self._row:
+            self.homes.put(self._row[worker_id], found)
+
     # ---- workers
 
     def put_worker(self, worker_id: str, limits: WorkerLimits, perf: PerfModel) -> None:
@@ -201,6 +212,7 @@ class ClusterState:
             row = self._take_row()
             self._row[worker_id], self.ids[row] = row, worker_id
             self._loads[worker_id], self._adapters[worker_id] = WorkerLoad(), {}
+            self.homes.put(row, self._at_home.get(worker_id, ()))
             self.table["key"][row] = hash_of(worker_id)
             self.table["kv_tokens_free"][row] = 0.0  # until it is heard
             self._oldest_s = -inf
@@ -230,6 +242,10 @@ class ClusterState:
         t["max_requests"][row] = limits.max_running + limits.max_waiting
         t["block_size"][row] = limits.block_size
         t["kv_tokens_total"][row] = limits.kv_blocks_most * limits.block_size
+        slots = limits.adapter_slots or inf
+        (self.slotted.add if limits.adapter_slots else self.slotted.discard)(row)
+        t["adapter_slots"][row] = slots
+        t["adapter_slots_easy"][row] = slots - sqrt(slots) if limits.adapter_slots else inf
         t["copies_stall"][row] = limits.copies == "stall"
         t["copies_wait"][row] = limits.copies != "bridged"
         self._forget_derived()
@@ -273,18 +289,23 @@ class ClusterState:
         self._free.append(row)
         self.prefixes.forget(row)
         self._merged.pop(row, None)
+        self.homes.forget(row)
         self.held_back.discard(row)
         self.exclusive.discard(row)
         self.crowded.discard(row)
+        self.slotted.discard(row)
         self._forget_derived()
 
-    def heard(self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool) -> None:
+    def heard(
+        self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool, adapter_bytes_free: float = inf
+    ) -> None:
         """Take in a worker's latest facts and clear its marks (unresponsive, refusing)."""
         row, t = self._row[worker_id], self.table
         t["heard_s"][row] = now_s
         if now_s < self._oldest_s:
             self._oldest_s = now_s
         t["kv_tokens_free"][row] = kv_blocks_free * t["block_size"][row]
+        t["adapter_bytes_free"][row] = adapter_bytes_free
         if row in self.held_back:
             t["draining"][row] = t["refusing"][row] = False
             self.held_back.remove(row)
@@ -406,6 +427,7 @@ class ClusterState:
         t["queue_rank_sum"][row] = queue.sum
         t["queue_max_rank"][row] = queue.max
         t["exists"][row] = exists.size
+        t["adapters_used"][row] = len(load.adapters)
         t["rank_sum"][row] = exists.sum
         t["max_rank"][row] = exists.max
         t["tightest_tpot_ms"][row] = load.tightest
@@ -460,8 +482,10 @@ class ClusterState:
             self._locate(worker_id, digest)
 
     def _locate(self, worker_id: str, digest: str) -> None:
+        row = self._row[worker_id]
         bits = place_bits(self._adapters[worker_id].get(digest), in_use=digest in self._loads[worker_id].adapters)
-        self._index.mark(digest, self._row[worker_id], bits)
+        if more := self._index.mark(digest, row, bits):
+            self.table["adapters_loaded"][row] += more
 
     # ---- rows
 

@@ -54,7 +54,13 @@ class ClusterView:
     def facts(self, known: Known, now_s: float) -> None:
         """Take in the facts of any message; marks against the worker (refusing, draining) end."""
         self.state.prefixes.settle(now_s)
-        self.state.heard(known.worker_id, now_s, kv_blocks_free=known.kv_blocks_free, draining=known.draining)
+        self.state.heard(
+            known.worker_id,
+            now_s,
+            kv_blocks_free=known.kv_blocks_free,
+            draining=known.draining,
+            adapter_bytes_free=known.adapter_bytes_free,
+        )
 
     def ended(self, known: Known) -> None:
         """Remove the worker and all that it had."""

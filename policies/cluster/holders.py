@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,19 +45,22 @@ class Holders:
         """For each of `rows`, whether the adapter is on the device, or about to be for a request."""
         return self._loaded[: len(self._at)]
 
-    def mark(self, row: int, bits: int) -> None:
-        """Set the adapter's bits on this row; 0 when it is not there."""
+    def mark(self, row: int, bits: int) -> int:
+        """Set the adapter's bits on this row; 0 when it is not there. Returns how many more are loaded there: 1, 0 or -1."""
         place = self._at.get(row)
+        before = place is not None and bool(self._loaded[place])
         if not bits:
             if place is not None:
                 self._drop(row, place)
-            return
+            return -before
         if place is None:
             place = self._at[row] = len(self._at)
             if place == len(self._rows):
                 self._rows, self._bits, self._loaded = (np.resize(c, 2 * place) for c in (self._rows, self._bits, self._loaded))
             self._rows[place] = row
-        self._bits[place], self._loaded[place] = bits, bits & (ON_DEVICE | IN_USE)
+        loaded = bool(bits & (ON_DEVICE | IN_USE))
+        self._bits[place], self._loaded[place] = bits, loaded
+        return loaded - before
 
     def _drop(self, row: int, place: int) -> None:
         del self._at[row]
@@ -76,15 +81,51 @@ class AdapterIndex:
         """The workers that hold the adapter; None when no worker does."""
         return self._holders.get(digest)
 
-    def mark(self, digest: str, row: int, bits: int) -> None:
-        """Set the adapter's bits on this row; 0 when it is not there. The base model ("") is on every worker, and not here."""
+    def mark(self, digest: str, row: int, bits: int) -> int:
+        """Set the adapter's bits on this row; 0 when it is not there. The base model ("") is on every worker, and not here.
+
+        Returns how many more adapters are loaded there: 1, 0 or -1.
+        """
         if not digest:
-            return
+            return 0
         held = self._holders.get(digest)
         if held is None:
             if not bits:
-                return
+                return 0
             held = self._holders[digest] = Holders()
-        held.mark(row, bits)
+        more = held.mark(row, bits)
         if not bits and not held:
             del self._holders[digest]
+        return more
+
+
+class HomeIndex:
+    """The table rows of the workers where each adapter is at home (`homes`)."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, NDArray[np.intp]] = {}
+        self._adapters: dict[int, frozenset[str]] = {}
+
+    def of(self, digest: str) -> NDArray[np.intp] | None:
+        """The rows where the adapter is at home; None when it has no home."""
+        return self._rows.get(digest)
+
+    def put(self, row: int, digests: Iterable[str]) -> None:
+        """Exactly these adapters are at home on this row."""
+        before, now = self._adapters.get(row, frozenset()), frozenset(digests)
+        for digest in before - now:
+            left = self._rows[digest][self._rows[digest] != row]
+            if len(left):
+                self._rows[digest] = left
+            else:
+                del self._rows[digest]
+        for digest in now - before:
+            self._rows[digest] = np.append(self._rows.get(digest, np.empty(0, np.intp)), row)
+        if now:
+            self._adapters[row] = now
+        else:
+            self._adapters.pop(row, None)
+
+    def forget(self, row: int) -> None:
+        """No adapter is at home on this row."""
+        self.put(row, ())

@@ -62,8 +62,8 @@ class SchedulerCore:
         if adapter is not None and not brief.epoch:
             for one in (adapter, *more):
                 self._sizes.asked(one.digest, one.size_bytes)
-                if self.options.rebalance == "on":
-                    self.placing.asked(one, now_s)
+                if self.options.placement:
+                    self.placing.asked(one, base_model, now_s)
         standing = self._demand.asked(brief.tenant, brief.tenant_weight, now_s, 1 + max(0, repeated))
         size_bytes = adapter.size_bytes if adapter is not None else 0
         return ask_of(

@@ -5,8 +5,8 @@ For each worker, with N requests there and the new one r, in milliseconds per ou
     step     = Dec(N + r)                                    one decode step with r in the batch
     stall    = r's share of a prefill, and its adapter's copy if steps wait for it: a one-time wait for all
     wait     = queue's prefill + copy, unless CPU processes bridge it (+ fetch, if the worker has it in no tier) + room
-    room     = the time until a seat is free + the time until enough KV blocks are free
-    others   = N * ((stall + room) / L + LASTING * [Dec(N + r) - Dec(N)])
+    room     = the time until a seat is free + the time until enough KV blocks are free, + until r's adapter has a slot
+    others   = N * ((stall + room) / L + LASTING * [Dec(N + r) - Dec(N)]) + (N + 1) * copy * evictions / L
     own      = step + N * Pre(nothing) / L + wait / out(r)   each of the N is followed by another request in L tokens
     cost     = others + own + penalties
 
@@ -30,6 +30,15 @@ YOUNG_STEPS steps. As a result workers take turns.
 Room. One of R running requests ends every L / R steps, whatever their lengths (Little's law), and gives back a seat and its
 share of the memory. Who waits for that passes the wait on: the N requests are followed by N others within L tokens, and these
 wait behind r. So it counts N times as well, and beyond capacity it outweighs all else: the shortest queue wins.
+
+Slots. An adapter of a request that runs keeps its slot. Once the adapters in use take all of them, a request for another one
+waits until one of them has no request left, and every slot becomes free once within L steps. In `others` this counts as soon as
+the slots that are left could be taken by chance: fewer than the root of all, by which the number in use varies.
+
+Evictions. On a device that is full, r's copy makes another adapter leave, which somebody will ask for: EVICTED copies. Where
+r's adapter is not at home (`homes`), it will leave again: STRANGER copies. Both count by the share of slots in use: where few
+are, room is not what binds. They are costs and no filters: a home that is late still loses. Their numbers were found with the
+twin (`bench homes`, `bench cluster`).
 
 Fetched blocks. Where a worker fetches a part of the prompt from another one, r waits for the later of these blocks and its turn
 instead of computing that part. In `others` the part counts as if it were computed: it takes cache memory from blocks that
@@ -65,12 +74,15 @@ from motet.policies.cluster import cached_prompt
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, adapter_ms, spread
 from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.holders import IN_USE
 from motet.policies.cluster.worker_table import hash_of
 from motet.policies.times.perf_model import Floats
 
 PENALTY_MS = 100.0
 """Penalty per token for an objective that is missed by 100%."""
 LASTING = 2.0
+EVICTED, STRANGER = 1.0, 16.0
+"""Copies that count for an adapter which leaves for r's, and for r's adapter where it is not at home."""
 NEAR = 0.005
 """Workers whose cost is within this share of the best count as equally good."""
 YOUNG, YOUNG_EACH, YOUNG_STEPS = 0.5, 0.3, 10.0
@@ -138,6 +150,9 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
         room = length * step * turns(t, n - t["max_running"] + 1.0, tokens + out - spare)
         wait += room
         others += per_token * room
+    if ask.adapter and state.slotted:
+        wait += length * _slot_wait(state, ask, others, step)
+        others += _evictions(state, ask) * copy * (per_token + _ONE / length)
     cost = others
     cost += tpot
     cost += wait / np.array(out)
@@ -163,6 +178,40 @@ def _added_ms(state: ClusterState, ask: Ask) -> tuple[Floats | float, Floats | f
     if perf.pads:
         d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(t["exists"], t["max_rank"], rank)
     return d_step if ask.rows == 1.0 else ask.rows * d_step, d_prefill
+
+
+def _slot_wait(state: ClusterState, ask: Ask, others: Floats, step_ms: Floats) -> Floats | float:
+    """The time until r's adapter has a slot, in steps over L. Adds to `others` what its slot costs the requests there.
+
+    Every slot becomes free once in the time of an average answer.
+    """
+    t = state.table
+    short = t["adapters_used"] - t["adapter_slots_easy"]
+    short += _ONE
+    if short[short.argmax()] <= 0.0:
+        return 0.0
+    lacking = np.maximum(t["adapters_used"] + _ONE - t["adapter_slots"], 0.0)
+    np.maximum(short, 0.0, out=short)
+    if (held := state.holders(ask.adapter)) is not None:
+        used = held.rows[held.bits & IN_USE != 0]
+        short[used] = lacking[used] = 0.0
+    short /= t["adapter_slots"]
+    short *= step_ms
+    others += t["exists"] * short
+    return lacking / t["adapter_slots"] * step_ms
+
+
+def _evictions(state: ClusterState, ask: Ask) -> Floats:
+    """How many copies r's own copy causes later: of the adapter that leaves for it, and of r's adapter back at home."""
+    t = state.table
+    full = (t["adapters_loaded"] >= t["adapter_slots"]) | (t["adapter_bytes_free"] < float(ask.adapter_bytes))
+    copies = np.where(full, EVICTED, 0.0)
+    if (homes := state.homes.of(ask.adapter)) is not None:
+        copies += STRANGER
+        copies[homes] -= STRANGER
+    copies *= t["adapters_used"]
+    copies /= t["adapter_slots"]
+    return copies
 
 
 def _over(share: Floats) -> Floats:

@@ -46,6 +46,11 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "exists": ("f8", 0),  # running + queued
     "rank_sum": ("f8", 0),  # over exists
     "max_rank": ("f8", 0),
+    "adapter_slots": ("f8", inf),  # adapters on its device at once; inf where it does not say
+    "adapter_slots_easy": ("f8", inf),  # adapters in use up to which a slot is free for one more, as their number varies
+    "adapter_bytes_free": ("f8", inf),
+    "adapters_used": ("f8", 0),  # different adapters of its requests
+    "adapters_loaded": ("f8", 0),  # adapters on the device, or about to be
     "extra_rows": ("f8", 0),  # what the requests add to a step beyond one row each
     "step_ms": ("f8", MIN_STEP_MS),  # one decode step of all its requests
     "queue_ms": ("f8", 0),  # the prefill of its queue

@@ -109,6 +109,7 @@ class WorkerCore(Generic[R]):
     _versions: Mapping[str, Version] = field(default_factory=dict)
     _fetching: set[str] = field(default_factory=set)  # pinned adapters that are loaded into host memory
     _pinned: Mapping[str, AdapterRef] = field(default_factory=dict)
+    _homes: dict[str, AdapterRef] = field(default_factory=dict)  # adapters at home here, to bring
     _retry_s: dict[str, float] = field(default_factory=dict)  # when pinned adapters are tried again that could not be loaded
     _departures: Departures = field(default_factory=Departures)
     _actions: list[Action[R]] = field(default_factory=list)
@@ -168,10 +169,11 @@ class WorkerCore(Generic[R]):
                 self._place(digest)
             case DiskFull(missing_bytes):
                 self.disk_room = self.host.make_disk_room(missing_bytes)
-            case Pinned(adapters):
-                self._pin(adapters)
+            case Pinned(adapters, homes):
+                self._pin(adapters, homes)
             case Tick():
                 self._bring_pinned()
+                self._bring_home()
                 self._look_ahead()
             case Registered(versions):
                 self._on_registered(versions)
@@ -387,12 +389,14 @@ class WorkerCore(Generic[R]):
                 continue
             if not holder.foreseen:
                 self._fetching.discard(digest)
+                self._homes.pop(digest, None)
                 self._actions.append(CopyIn(digest))
             elif self.foresight is not None:
                 self.foresight.came(digest)
             self.host.release(digest)
 
     def _on_load_failed(self, digest: str, reason: object) -> None:
+        self._homes.pop(digest, None)
         if digest in self._pinned:
             self._retry_s[digest] = self._now_s + PIN_RETRY_S
         for holder in self.host.failed(digest):
@@ -403,9 +407,10 @@ class WorkerCore(Generic[R]):
                 self._fetching.discard(digest)
         self._place(digest)
 
-    def _pin(self, adapters: Sequence[AdapterRef]) -> None:
+    def _pin(self, adapters: Sequence[AdapterRef], homes: Sequence[AdapterRef]) -> None:
         self._pinned = pins.within(adapters, self.view.limits)
         self._retry_s.clear()
+        self._homes = {one.digest: one for one in homes}
         self.host.pinned = set(self._pinned)
         self._actions.append(PinAdapters(self._pinned.keys()))
         self._bring_pinned()
@@ -424,6 +429,24 @@ class WorkerCore(Generic[R]):
             ):
                 self._fetching.add(digest)
                 self.host.fetch(adapter, _Fetch(adapter))
+
+    def _bring_home(self) -> None:
+        """Load the next adapter that is at home here into room that is free. Each is brought once."""
+        for digest, adapter in list(self._homes.items()):
+            if digest in self._fetching:
+                return
+            if digest in self._device or digest not in self._versions:
+                del self._homes[digest]
+            elif self.host.has(digest):
+                self._actions.append(CopyIn(digest))
+                del self._homes[digest]
+                return
+            elif self.host.spare(adapter.size_bytes, ()):
+                self._fetching.add(digest)
+                self.host.fetch(adapter, _Fetch(adapter))
+                return
+            else:
+                del self._homes[digest]
 
     def _look_ahead(self) -> None:
         """Bring an adapter that is likely to be requested soon to the device or to host memory."""

@@ -112,9 +112,10 @@ class DiskFull(msgspec.Struct, frozen=True):
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """Exactly these adapters are pinned to this worker, the oldest pin first."""
+    """Exactly these adapters are pinned to this worker, the oldest pin first, and at home here, the most important first."""
 
     adapters: Sequence[AdapterRef]
+    homes: Sequence[AdapterRef] = ()
 
 
 class Tick(msgspec.Struct, frozen=True):

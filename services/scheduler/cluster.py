@@ -17,7 +17,18 @@ from __future__ import annotations
 
 from motet.policies.cluster.cluster_view import ClusterView
 from motet.policies.cluster.worker_book import Known, WorkerBook
-from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Mark, Marked, NotTaken, Taken, Tick
+from motet.services.scheduler.events import (
+    Assigning,
+    AtHome,
+    ClusterEvent,
+    Heard,
+    LeaseLost,
+    Mark,
+    Marked,
+    NotTaken,
+    Taken,
+    Tick,
+)
 from motet.services.scheduler.metrics import STATE_GAPS
 from motet.shared.telemetry import logger
 from motet.shared.wire.admin import WorkerStatus
@@ -51,6 +62,8 @@ class WatchedCluster:
             case Marked():
                 if event.worker_id in self._book:
                     self._mark(event.worker_id, event.mark, event.now_s)
+            case AtHome():
+                self.state.put_homes(event.worker_id, event.digests)
             case LeaseLost():
                 if self._book.lose(event.worker_id):
                     log.info("worker lost", extra={"worker": event.worker_id})

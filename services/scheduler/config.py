@@ -88,8 +88,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         Switch,
         Meta(
             description="whether requests move from workers with long queues to others; one of the schedulers plans. auto:"
-            " waiting requests, where they are predicted to run sooner, while that comes true; on: running requests as well,"
-            " and adapters are placed by demand"
+            " waiting requests, where they are predicted to run sooner, while that comes true; on: running requests as well"
         ),
     ] = "auto"
     kv_travel: Annotated[
@@ -100,11 +99,18 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             extra=EXPERT,
         ),
     ] = "on"
+    placement: Annotated[
+        Literal["off", "on"],
+        Meta(
+            description="whether adapters get homes by demand: workers that keep them loaded, and that get their requests"
+            " unless others are sooner; one of the schedulers decides"
+        ),
+    ] = "on"
     place_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="with --rebalance on: seconds between decisions about which adapters workers keep loaded",
+            description="seconds between decisions about the homes of adapters, besides those when a worker comes or leaves",
             extra=EXPERT,
         ),
     ] = 180.0
@@ -154,6 +160,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             in_flight_s=self.in_flight_s,
             rebalance=self.rebalance,
             kv_travel=self.kv_travel == "on",
+            placement=self.placement == "on",
             place_s=self.place_s,
         )
 

@@ -73,4 +73,11 @@ class Marked(msgspec.Struct, tag="marked", gc=False):
     now_s: float
 
 
-ClusterEvent = Heard | LeaseLost | Tick | Assigning | Taken | NotTaken | Marked
+class AtHome(msgspec.Struct, tag="at_home", gc=False):
+    """These adapters are at home on the worker, and no others."""
+
+    worker_id: str
+    digests: tuple[str, ...]
+
+
+ClusterEvent = AtHome | Heard | LeaseLost | Tick | Assigning | Taken | NotTaken | Marked

@@ -1,43 +1,94 @@
-"""Places adapters on workers by demand (dLoRA section 5.1): desired residency by recent rates, every few minutes.
+"""Tells workers which adapters are at home there, by demand: desired residency by recent rates.
 
-The scheduler that plans (`rebalancer`) writes one `shared.placement.Placement` per worker, as `policies.cluster.placement`
-decides. It counts only the requests that it gets itself.
+The scheduler that plans (`planner`) writes one `shared.placement.Placement` per worker, as `policies.cluster.placement`
+decides: every few minutes, and at once when a worker comes or leaves. It counts only the requests that it gets itself. All
+schedulers follow what is written, since dispatch counts what it costs to leave a home.
 """
 
 from __future__ import annotations
 
-from motet.policies.cluster.scheduler_core import SchedulerCore
+import asyncio
+from collections.abc import Callable
+
+from motet.policies.cluster.placement import Placing
 from motet.services.scheduler import metrics
 from motet.services.scheduler.cluster import WatchedCluster
+from motet.services.scheduler.events import AtHome
+from motet.services.scheduler.planner import Planner
 from motet.shared import subjects
 from motet.shared.bus import Bus, encode
 from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import MotetError
 from motet.shared.kv import Bucket
 from motet.shared.placement import Placement, PlacementWatch
 from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler.placer")
+LOOK_S = 0.25
+FIRST_S = 30.0
+"""Seconds from the start to the first decision, at most: rates are known by then."""
 
 
 class Placer:
-    """Writes placements for one scheduler. `identity`: unique to this process."""
+    """Follows placements for one scheduler, and writes them while it plans.
 
-    def __init__(self, bus: Bus, cluster: WatchedCluster, core: SchedulerCore, *, identity: str) -> None:
-        self._bus, self._cluster, self._identity, self._placing = bus, cluster, identity, core.placing
-        self.every_s = core.options.place_s
-        self._watch = PlacementWatch(bus, ">")
+    `identity`: unique to this process; `every_s`: from one decision to the next; `on_homes` is called with each change.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        cluster: WatchedCluster,
+        placing: Placing,
+        planner: Planner,
+        *,
+        identity: str,
+        every_s: float,
+        on_homes: Callable[[AtHome], None],
+    ) -> None:
+        self._bus, self._cluster, self._identity, self._placing = bus, cluster, identity, placing
+        self._planner, self._every_s, self._on_homes = planner, every_s, on_homes
+        self._watch = PlacementWatch(bus, ">", self._changed)
+        self._told: dict[str, tuple[str, ...]] = {}
         self._bucket: Bucket | None = None
 
     async def start(self) -> None:
         """Follow the placements of all schedulers."""
         await self._watch.start()
 
+    def _changed(self) -> None:
+        now = {worker_id: placed.digests for worker_id, placed in self._watch.all.items()}
+        for worker_id in self._told.keys() | now.keys():
+            digests = now.get(worker_id, ())
+            if self._told.get(worker_id, ()) != digests:
+                self._on_homes(AtHome(worker_id, digests))
+        self._told = now
+
+    async def run(self) -> None:
+        """Place when a worker has come or left, and from time to time. Never returns."""
+        next_s = now_s() + min(FIRST_S, self._every_s)
+        workers: set[str] | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            serving = {known.worker_id for known in self._cluster.serving(now_s())}
+            due = now_s() >= next_s or (workers is not None and serving != workers)
+            if not self._planner.mine or not due:
+                workers = workers if due and self._planner.mine else serving
+                continue
+            try:
+                await self.place()
+            except (MotetError, TimeoutError) as error:
+                log.warning("nothing was placed", extra={"error": repr(error)})
+                continue  # again at the next look
+            workers, next_s = serving, now_s() + self._every_s
+
     async def place(self) -> None:
         """Compute each worker's placement and write those that have changed. Raises Unavailable when JetStream is away."""
         if self._bucket is None:
             self._bucket = await Bucket.open(self._bus, subjects.KV_PLACEMENT, wait_s=0.0)
         now = now_s()
-        placed = self._placing.place(self._cluster.serving(now), self._cluster.state, now)
+        looks = self._placing.look(self._cluster.serving(now), self._cluster.state, now, self._told)
+        placed = {worker: digests for look in looks for worker, digests in (await asyncio.to_thread(look.place)).items()}
         for worker_id, digests in placed.items():
             if digests != self._watch.digests(worker_id):
                 value = Placement(owner=self._identity, digests=digests, since_unix_ms=unix_ms())

@@ -1,5 +1,4 @@
-"""Moves requests from workers with long queues to others (`policies.cluster.rebalance`), and now and then adapters
-(`placer`).
+"""Moves requests from workers with long queues to others (`policies.cluster.rebalance`).
 
     ClusterState ─> questions ─> plans (in a thread) ─> Move to the gateways ─> the owner submits it again, `move_to` first
 
@@ -16,7 +15,6 @@ from motet.policies.cluster.migration_plan import Plan
 from motet.policies.cluster.rebalance import Asked, Rebalancing
 from motet.services.scheduler import metrics
 from motet.services.scheduler.cluster import WatchedCluster
-from motet.services.scheduler.placer import Placer
 from motet.services.scheduler.planner import Planner
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -32,9 +30,9 @@ LOOK_S = 0.25
 
 
 class Rebalancer:
-    """Plans moves of requests and placements of adapters. Of several schedulers only the one with the role acts.
+    """Plans moves of requests. Of several schedulers only the one with the role acts.
 
-    `mean_tokens`: the average output length; without a `placer` adapters are not placed.
+    `mean_tokens`: the average output length.
     """
 
     def __init__(
@@ -46,11 +44,9 @@ class Rebalancer:
         planner: Planner,
         stale_s: float,
         policy: Rebalancing,
-        placer: Placer | None,
     ) -> None:
         self._bus, self._cluster, self._mean_tokens = bus, cluster, mean_tokens
         self._planner, self._stale_s, self._policy = planner, stale_s, policy
-        self._placer = placer
 
     @property
     def mechanism(self) -> Mechanism:
@@ -59,15 +55,11 @@ class Rebalancer:
 
     async def run(self) -> None:
         """Check the cluster every `LOOK_S` seconds. Never returns."""
-        placed_s = now_s()
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 if self._planner.mine:
                     await self._move()
-                    if self._placer is not None and now_s() - placed_s >= self._placer.every_s:
-                        placed_s = now_s()
-                        await self._placer.place()
             except (MotetError, TimeoutError) as error:
                 log.warning("no plan", extra={"error": repr(error)})
             state = self.mechanism.state

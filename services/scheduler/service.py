@@ -95,8 +95,6 @@ class SchedulerService(BusService):
         await self._settle(watching)
         identity = f"{self.id}-{secrets.token_hex(8)}"
         self.planner = planner = Planner(bus, identity)
-        places = self._core.options.rebalance == "on"
-        self.placer = placer = Placer(bus, self.cluster, self._core, identity=identity)
         self.rebalancer = Rebalancer(
             bus,
             self.cluster,
@@ -104,10 +102,11 @@ class SchedulerService(BusService):
             planner=planner,
             stale_s=self._config.stale_s,
             policy=self._core.rebalancer(),
-            placer=placer if places else None,
         )
-        if places:
-            await placer.start()
+        if self._core.options.placement:
+            self.placer = self._make_placer(bus, planner, identity)
+            await self.placer.start()
+            bus.spawn(self.placer.run())
         if self._core.options.rebalance != "off":
             bus.spawn(self.rebalancer.run())
         if (sizing := self._config.sizing) is not None:
@@ -116,10 +115,21 @@ class SchedulerService(BusService):
             )
             await self.sizer.start()
             bus.spawn(self.sizer.run())
-        if self._core.options.rebalance != "off" or self.sizer is not None:
+        if self._core.options.rebalance != "off" or self.placer is not None or self.sizer is not None:
             bus.spawn(planner.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
+
+    def _make_placer(self, bus: Bus, planner: Planner, identity: str) -> Placer:
+        return Placer(
+            bus,
+            self.cluster,
+            self._core.placing,
+            planner,
+            identity=identity,
+            every_s=self._core.options.place_s,
+            on_homes=self._on,
+        )
 
     async def _settle(self, watching: asyncio.Task[None]) -> None:
         """Wait for the live workers' states: without them this scheduler would refuse requests that others could place."""

@@ -18,8 +18,8 @@ GRACE_S = 0.25  # a gateway may know a new adapter a moment before this worker d
 class Catalog:
     """Follows the registry's adapters, and those that this worker should keep loaded.
 
-    `on_change(versions)` gets every version by digest, at the start and after each change. `on_pinned(adapters)` gets the
-    adapters pinned to this worker, the oldest pin first, and then those that a scheduler has placed here, whenever they change.
+    `on_change(versions)` gets every version by digest, at the start and after each change. `on_pinned(pinned,
+    homes)` gets the adapters pinned to this worker, the oldest pin first, and those at home here, whenever they change.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class Catalog:
         bus: Bus,
         worker_id: str,
         on_change: Callable[[Mapping[str, AdapterVersion]], object],
-        on_pinned: Callable[[Sequence[AdapterRef]], object],
+        on_pinned: Callable[[Sequence[AdapterRef], Sequence[AdapterRef]], object],
     ) -> None:
         self._worker_id, self._on_change, self._on_pinned = worker_id, on_change, on_pinned
-        self._pinned: list[AdapterRef] = []
+        self._pinned: tuple[list[AdapterRef], list[AdapterRef]] = [], []
         self._watch = AdapterWatch(bus, self._changed)
         self._placed = PlacementWatch(bus, worker_id, self._changed)
 
@@ -43,14 +43,14 @@ class Catalog:
     def _changed(self) -> None:
         self._on_change(self._watch.digests)
         pinned = [ref_of(one) for one in self._watch.pinned() if one.entry.pin and one.entry.pin.covers(self._worker_id)]
-        known = {one.digest for one in pinned}
-        for digest in self._placed.digests(self._worker_id):
-            version = self._watch.by_digest(digest)
-            if version is not None and digest not in known:
-                pinned.append(AdapterRef(name=digest, digest=digest, rank=version.rank, size_bytes=version.size_bytes))
-        if pinned != self._pinned:
-            self._pinned = pinned
-            self._on_pinned(pinned)
+        homes = [
+            AdapterRef(name=digest, digest=digest, rank=version.rank, size_bytes=version.size_bytes)
+            for digest in self._placed.digests(self._worker_id)
+            if (version := self._watch.by_digest(digest)) is not None
+        ]
+        if (pinned, homes) != self._pinned:
+            self._pinned = pinned, homes
+            self._on_pinned(pinned, homes)
 
     async def check(self, ref: AdapterRef, family: str = "") -> None:
         """Raises AdapterNotFound when the registry does not have this version, BadRequest for one of another family of models.

@@ -182,7 +182,7 @@ class WorkerService:
             bus,
             self.worker_id,
             on_change=lambda versions: self.shell.on(Registered(versions)),
-            on_pinned=lambda adapters: self.shell.on(Pinned(adapters)),
+            on_pinned=lambda pinned, homes: self.shell.on(Pinned(pinned, homes)),
         )
         await self.catalog.start()
         lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)

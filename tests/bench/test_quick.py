@@ -49,6 +49,13 @@ FIGURES = {
     "cpu_assist": {"ttft_vs_cached", "ttft_vs_cached_all_cores", "auto_vs_best", "twin"},
     "engine": {"lora32_vs_own_base", "share_of_machine", "machine_limits"},
     "gateway": {"gateway_vs_starlette_lockstep_per_cpu_s", "gateway_vs_starlette"},
+    "homes": {
+        "tail_ttft_p99_gain",
+        "loads_per_request",
+        "loads_vs_affinity",
+        "bytes_per_replan_vs_rendezvous",
+        "bytes_per_replan_vs_min_cost_flow",
+    },
     "kernels": {"lora_decode_bandwidth_fraction", "gemm_b32_peak_fraction", "attention_int8_vs_bf16"},
     "merge": {"gap_recovered", "mixed_vs_unmerged", "worst_itl_ratio", "by_model"},
     "mesh": {"mesh_vs_engine", "mesh_vs_engine_32"},

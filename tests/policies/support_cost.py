@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp, inf, sqrt
 
 from motet.policies.cluster.candidates import Ask
-from motet.policies.cluster.shared_cost import LASTING, PENALTY_MS, YOUNG, YOUNG_EACH, YOUNG_STEPS
+from motet.policies.cluster.shared_cost import EVICTED, LASTING, PENALTY_MS, STRANGER, YOUNG, YOUNG_EACH, YOUNG_STEPS
 from motet.policies.cluster.worker_load import tokens_left, tokens_to_prefill
 from motet.policies.memory.kv_travel import SURE
 from motet.policies.times.perf_model import MIB, decode_ms, fetch_ms, load_ms, lora_load, prefill_ms
@@ -28,6 +28,8 @@ class Seen:
     tier: Tier | None
     cached_tokens: int = 0  # of the request's prompt
     lent_tokens: int = 0  # of it, that another worker has cached
+    adapter_bytes_free: float = inf
+    home: bool | None = None  # whether the requested adapter is at home here; None where it has no home anywhere
     requests: Sequence[tuple[RequestBrief, float]]
 
 
@@ -65,17 +67,26 @@ def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[
     missed = (1 - joins) * YOUNG_EACH * len(queue)
     young = max(YOUNG * exp((began_s - now_s) / fading), missed * exp((opened_s - now_s) / fading))
 
+    slot_wait = 0.0
     room = max(0.0, n + 1 - limits.max_running) * step * avg_resp_len / max(1, len(running))
     total, free = limits.kv_blocks_most * limits.block_size, worker.kv_blocks_free * limits.block_size
     needed = tokens + out + queue_tokens + sum(map(tokens_left, queue)) + 0.5 * left
     room += step * max(0.0, needed - free) / max(1, total - free) * avg_resp_len
     others = n * ((stall + room) / avg_resp_len + LASTING * d_step) + young * stall
+    if ask.adapter:
+        used, slots = {digest for r in requests for digest in r.adapter_digests}, limits.adapter_slots or inf
+        if ask.adapter not in used and slots < inf:
+            others += n * step * max(0.0, len(used) + 1 - (slots - sqrt(slots))) / slots
+            slot_wait = step * max(0.0, len(used) + 1 - slots) / slots * avg_resp_len
+        loaded = used | ({ask.adapter} if worker.tier == "device" else set())
+        full = len(loaded) >= slots or worker.adapter_bytes_free < ask.adapter_bytes
+        others += (n + 1) * copy / avg_resp_len * (EVICTED * full + STRANGER * (worker.home is False)) * len(used) / slots
 
     lacks = max(0, worker.lent_tokens - worker.cached_tokens)
     travel = perf.kv_base_ms + lacks * perf.kv_ms_per_mib * limits.kv_token_bytes / MIB
     fetches = bool(limits.kv_format) and travel < SURE * perf.prefill_token_ms * lacks
     saved = perf.prefill_token_ms * lacks - max(0.0, travel - (queued_ms - perf.prefill_base_ms)) if fetches else 0.0
-    wait = joined - saved + (copy if limits.copies != "bridged" else 0.0) + fetch + room
+    wait = joined - saved + (copy if limits.copies != "bridged" else 0.0) + fetch + room + slot_wait
     tpot = step + n * perf.prefill_base_ms / avg_resp_len
     tightest = min((r.tpot_slo_ms for r in requests if r.tpot_slo_ms), default=inf)
     whole = wait + 0.5 * step + out * tpot

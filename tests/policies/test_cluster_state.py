@@ -166,3 +166,41 @@ def test_a_workers_own_count_of_tokens_left_replaces_the_schedulers():
     assert state.table["running_left"][state.row("a")] == 40
     state.drop_request("a", "1")
     assert state.table["running_left"][state.row("a")] == 0
+
+
+def test_homes_are_known_for_workers_that_come_later_and_forgotten_with_a_worker() -> None:
+    state = ClusterState()
+    state.put_homes("late", ["d", "e"])
+    assert state.homes.of("d") is None
+    for worker_id in ("here", "late"):
+        state.put_worker(worker_id, worker_limits(), PERF)
+    state.put_homes("here", ["d"])
+    assert sorted(state.homes.of("d")) == sorted([state.row("here"), state.row("late")])
+    state.put_homes("here", [])
+    assert list(state.homes.of("d")) == [state.row("late")]
+    state.drop_worker("late")
+    assert state.homes.of("d") is None and state.homes.of("e") is None
+    state.put_worker("late", worker_limits(), PERF)
+    assert list(state.homes.of("e")) == [state.row("late")], "it came back"
+
+
+def test_the_table_counts_adapters_that_are_loaded_and_those_that_requests_use() -> None:
+    state = ClusterState()
+    state.put_worker("w", worker_limits(), PERF)
+    row = state.row("w")
+
+    def counts() -> tuple[float, float]:
+        return state.table["adapters_loaded"][row], state.table["adapters_used"][row]
+
+    state.replace_adapters("w", {"d8": "device", "idle": "device", "cold": "host"})
+    assert counts() == (2, 0)
+    state.put_request("w", brief("r1", 8))
+    state.put_request("w", brief("r2", 16))
+    assert counts() == (3, 2), "that of r2 is about to be loaded"
+    state.drop_adapter("w", "idle")
+    state.drop_request("w", "r2")
+    assert counts() == (1, 1)
+    state.drop_adapter("w", "d8")
+    assert counts() == (1, 1), "it is in use"
+    state.replace_requests("w", [])
+    assert counts() == (0, 0)

@@ -137,3 +137,19 @@ def test_a_pin_takes_no_room_from_requests_that_wait() -> None:
     assert core.load("a", SIZE) is None
     assert [seq.adapter for seq in core.decide().admitted] == ["x"]
     core.check()
+
+
+def test_adapters_at_home_come_one_after_the_other_into_free_room_and_each_once() -> None:
+    core = core_with()
+    homes = [ref("a"), ref("b")]
+    assert core.on(Pinned([], homes), 0.0) == [PinAdapters({}.keys())]
+    assert core.on(Tick(), 0.5) == [Load(ref("a"), "store")]
+    assert core.on(Tick(), 1.0) == [], "one at a time"
+    assert core.on(Loaded("a", SIZE, SIZE), 1.0) == [CopyIn("a")]
+    core.on(Stepped(device=[("a", True)]), 1.0)
+    assert core.on(Tick(), 1.5) == [Load(ref("b"), "store")]
+    core.on(Loaded("b", SIZE, SIZE), 2.0)
+    core.on(Stepped(device=[("b", True)]), 2.0)
+    core.on(Stepped(device=[("b", False)]), 3.0)
+    assert core.on(Tick(), 3.5) == [], "one that had to leave does not come back by itself"
+    core.check()

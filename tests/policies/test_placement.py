@@ -7,7 +7,12 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.policies.cluster.placement import Room, preload
+from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.homes import Homes
+from motet.policies.cluster.placement import Placing, Room, preload
+from motet.policies.cluster.worker_book import Known
+from motet.shared.model import AdapterRef
+from tests.support_worker import PERF, worker_limits
 
 SIZE = dict.fromkeys("abcdefgh", 10)
 
@@ -85,3 +90,49 @@ def test_an_adapter_without_load_is_not_placed() -> None:
     rooms = {"w0": Room(free_bytes=100, slots=8)}
     assert preload({"a": 1.0, "b": 0.0}, SIZE, rooms) == {"w0": ("a",)}
     assert preload({}, {}, rooms) == {"w0": ()} and preload({"a": 1.0}, SIZE, {}) == {}
+
+
+def test_homes_come_before_copies_and_copies_get_only_the_room_that_they_leave() -> None:
+    rooms = {"w0": Room(free_bytes=1000, slots=2), "w1": Room(free_bytes=1000, slots=2)}
+    placed = preload({"a": 10.0, "b": 1.0, "c": 1.0}, SIZE, rooms, first={"w0": ("b", "c"), "w1": ("a",)})
+    assert placed == {"w0": ("b", "c"), "w1": ("a",)}, "a second copy of b or c would lower the tolerance of a"
+    placed = preload({"a": 10.0, "b": 1.0}, SIZE, rooms, first={"w0": ("b",), "w1": ("a",)})
+    assert placed == {"w0": ("b", "a"), "w1": ("a",)}, "w0 has room for a copy of a"
+
+
+def test_a_worker_keeps_all_its_homes_even_where_it_may_hold_fewer() -> None:
+    rooms = {"w0": Room(free_bytes=10, slots=1)}
+    assert preload({"a": 2.0, "b": 1.0}, SIZE, rooms, first={"w0": ("a", "b")}) == {"w0": ("a", "b")}
+
+
+def known(worker_id: str, base_model: str = "demo") -> Known:
+    return Known(worker_id, "first", worker_limits(base_model=base_model, pin_slots=4))
+
+
+def asked(placing: Placing, name: str, count: int, base_model: str = "demo") -> None:
+    ref = AdapterRef(name=name, digest=name, rank=8, size_bytes=10)
+    for number in range(count):
+        placing.asked(ref, base_model, float(number))
+
+
+def placed_by(placing: Placing, workers: list[Known], now_s: float, before: Homes) -> dict[str, tuple[str, ...]]:
+    state = ClusterState()
+    for one in workers:
+        state.put_worker(one.worker_id, one.limits, PERF)
+    return {worker: digests for look in placing.look(workers, state, now_s, before) for worker, digests in look.place().items()}
+
+
+def test_adapters_are_placed_on_workers_of_their_base_model() -> None:
+    placing = Placing()
+    asked(placing, "a", 5)
+    asked(placing, "z", 5, "other")
+    assert placed_by(placing, [known("w0"), known("w1", "other")], 10.0, {}) == {"w0": ("a",), "w1": ("z",)}
+
+
+def test_a_scheduler_that_has_just_started_leaves_homes_of_adapters_that_it_does_not_know_yet() -> None:
+    placing = Placing()
+    assert placed_by(placing, [known("w0")], 0.0, {"w0": ("old",)}) == {"w0": ("old",)}
+    asked(placing, "a", 5)
+    assert placed_by(placing, [known("w0")], 10.0, {"w0": ("old",)}) == {"w0": ("a", "old")}
+    asked(placing, "a", 1200)
+    assert placed_by(placing, [known("w0")], 1200.0, {"w0": ("old",)}) == {"w0": ("a",)}

@@ -206,3 +206,37 @@ def test_a_bridged_copy_does_not_break_an_objective_that_a_waiting_one_breaks() 
         state.put_worker("a", msgspec.structs.replace(worker_limits(), copies=copies), PERF)
         state.put_adapter("a", "d8", "host")
         assert shared_cost.costs(state, asked, NOW_S, 100.0)[1][state.row("a")] == expected
+
+
+def few_slots(*worker_ids: str, slots: int = 4):
+    state = cluster(*worker_ids)
+    for worker_id in worker_ids:
+        state.put_worker(worker_id, worker_limits(adapter_slots=slots), PERF)
+    return state
+
+
+def test_a_worker_whose_slots_are_all_in_use_gets_no_further_adapter_while_another_has_a_free_one():
+    """Both are as loaded, but the requests on one have four adapters, those on the other one."""
+    state = few_slots("spread", "alike")
+    load(state, "alike", 4, rank=8)
+    for rank in (16, 32, 48, 64):
+        state.put_request("spread", brief(f"s{rank}", rank, "running"))
+    state.put_request("alike", brief("much", 64, "running"))
+    state.put_request("alike", brief("more", 64, "running"))
+    assert motet(state, ask(adapter="new", rank=8)) == "alike"
+    assert motet(state, ask(adapter="d48", rank=48, adapter_bytes=MIB)) == "spread", "one that is in use needs no slot"
+
+
+def test_an_adapter_stays_at_home_while_that_is_not_much_later():
+    state = few_slots("home", "idle")
+    state.put_homes("home", ["new"])
+    for worker_id in ("home", "idle"):
+        state.put_request(worker_id, brief(f"{worker_id}0", 16, "running"))
+    load(state, "home", 2, rank=16)
+    request = ask(adapter="new", adapter_bytes=64 * MIB)
+    assert motet(state, request) == "home"
+    state.put_homes("home", [])
+    assert motet(state, request) == "idle"
+    state.put_homes("home", ["new"])
+    load(state, "home", 60, rank=16)
+    assert motet(state, request) == "idle", "a home is no filter"

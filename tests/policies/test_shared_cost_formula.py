@@ -33,6 +33,7 @@ def drawn(draw: random.Random, kernels: list[Kernel]) -> Seen:
         copies=draw.choice(["stall", "wait", "bridged"]),
         kv_format=draw.choice(["", "f", "f", "g"]),
         kv_token_bytes=1 << 17,
+        adapter_slots=draw.choice([0, 1, 2, 4, 64]),
     )
     coefficients = {name: draw.uniform(0.01, 2.0) for name in PerfModel.__struct_fields__ if name != "kernel"}
     requests = []
@@ -52,6 +53,8 @@ def drawn(draw: random.Random, kernels: list[Kernel]) -> Seen:
         kv_blocks_free=draw.randint(0, limits.kv_blocks_total - 1),
         tier=draw.choice([None, "device", "host", "disk"]),
         cached_tokens=64 * draw.choice([0, 0, 1, 2, 6]),
+        adapter_bytes_free=draw.choice([inf, 32.0 * MIB]),
+        home=draw.choice([True, False]),
         requests=requests,
     )
 
@@ -67,11 +70,14 @@ def told(workers: list[Seen]) -> ClusterState:
     for number, one in enumerate(workers):
         worker_id = f"w{number}"
         state.put_worker(worker_id, one.limits, one.perf)
-        state.heard(worker_id, NOW_S, kv_blocks_free=one.kv_blocks_free, draining=False)
+        state.heard(
+            worker_id, NOW_S, kv_blocks_free=one.kv_blocks_free, draining=False, adapter_bytes_free=one.adapter_bytes_free
+        )
         for brief, since_s in one.requests:
             state.put_request(worker_id, brief, since_s)
         if one.tier is not None:
             state.put_adapter(worker_id, "d", one.tier)
+        state.put_homes(worker_id, ["d"] if one.home else [])
         state.prefixes.add(state.row(worker_id), KEYS[: one.cached_tokens // 64])
     return state
 
@@ -80,6 +86,8 @@ def told(workers: list[Seen]) -> ClusterState:
 @given(draw=st.randoms(use_true_random=True))
 def test_all_workers_at_once_cost_what_the_formula_says_of_each(kernels: list[Kernel], draw: random.Random) -> None:
     workers = [drawn(draw, kernels) for _ in range(draw.randint(1, 20))]
+    if not any(one.home for one in workers):
+        workers = [replace(one, home=None) for one in workers]
     state = told(workers)
     tokens = draw.randint(161, 400)
     ask = Ask(

@@ -79,6 +79,7 @@ def _facts(config: WorkerConfig, engine: VllmEngine) -> Facts:
         max_lora_rank=config.adapters.max_lora_rank if core.adapter_prefix else 0,
         copies="stall",
         prefix_cache=config.prefix_cache if core.tells_cached else "",
+        adapter_slots=slots,
         pin_slots=slots // PIN_SHARE,
         pin_bytes=min(slots * engine.slot_bytes, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
     )
