@@ -126,9 +126,8 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     if stalls != 0.0:
         stall += copy if stalls == 1.0 else t["copies_stall"] * copy
     wait = t["queue_ms"] + own
-    if found is not None and found.fetch_ms is not None:
-        turn_ms = t["queue_ms"] - perf.prefill_base_ms
-        wait += np.maximum(found.fetch_ms - turn_ms, 0.0) - perf.prefill_token_ms * (found.spared - found.cached)
+    if found is not None:
+        wait += _fetching_ms(state, found)
     if waits != 0.0:
         wait += copy if waits == 1.0 else t["copies_wait"] * copy
     if perf.fetches:
@@ -178,6 +177,15 @@ def _added_ms(state: ClusterState, ask: Ask) -> tuple[Floats | float, Floats | f
     if perf.pads:
         d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(t["exists"], t["max_rank"], rank)
     return d_step if ask.rows == 1.0 else ask.rows * d_step, d_prefill
+
+
+def _fetching_ms(state: ClusterState, found: cached_prompt.CachedPrompt) -> Floats | float:
+    """What the wait changes where cached blocks of other workers are fetched instead of computed."""
+    if found.fetch_ms is None:
+        return 0.0
+    perf = state.perf
+    turn_ms = state.table["queue_ms"] - perf.prefill_base_ms
+    return np.maximum(found.fetch_ms - turn_ms, 0.0) - perf.prefill_token_ms * (found.spared - found.cached)
 
 
 def _slot_wait(state: ClusterState, ask: Ask, others: Floats, step_ms: Floats) -> Floats | float:
