@@ -71,9 +71,8 @@ class Placer:
         while True:
             await asyncio.sleep(LOOK_S)
             serving = {known.worker_id for known in self._cluster.serving(now_s())}
-            due = now_s() >= next_s or (workers is not None and serving != workers)
-            if not self._planner.mine or not due:
-                workers = workers if due and self._planner.mine else serving
+            workers = serving if workers is None else workers
+            if not self._planner.mine or (serving == workers and now_s() < next_s):
                 continue
             try:
                 await self.place()

@@ -13,7 +13,7 @@ from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.dispatch import POLICIES, decide
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup, records, replay
-from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
+from motet.services.scheduler.events import Assigning, AtHome, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
 from motet.shared.config import ConfigError
@@ -87,6 +87,7 @@ def test_every_event_is_read_as_it_was_written(tmp_path):
         Taken("w", "s", 2.0),
         NotTaken("w", "s"),
         Marked("w", "full", 3.0),
+        AtHome("w", ("d",)),
         LeaseLost("w"),
         Tick(4.0, connected=False),
     ]
