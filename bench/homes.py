@@ -285,7 +285,7 @@ def _figures(found: dict[str, Outcome], suffix: str) -> dict[str, Any]:
     return {
         f"tail_ttft_p99_gain{suffix}": round(best.tail_p99 / motet.tail_p99, 3),
         f"loads_per_request{suffix}": round(motet.loads, 4),
-        f"loads_vs_affinity{suffix}": round(motet.loads / min(one.loads for one in rivals), 3),
+        f"loads_vs_affinity{suffix}": round(motet.loads / max(min(one.loads for one in rivals), 1e-4), 3),
         f"gain_without_homes{suffix}": round(best.tail_p99 / found["motet without homes"].tail_p99, 3),
         f"runs{suffix}": {name: {key: round(value, 4) for key, value in asdict(one).items()} for name, one in found.items()},
     }

@@ -73,11 +73,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print the tables, return the figures."""
     if args.arrivals:
-        return images_arrivals.run(args)
+        return images_arrivals.measure(args)
     if args.live_vs_twin:
         from bench import images_live
 
-        return images_live.run(args)
+        return images_live.measure(args)
     warnings.filterwarnings("ignore")
     from diffusers.utils import logging as said
 

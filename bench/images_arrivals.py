@@ -94,7 +94,7 @@ class Outcome:
     fetches: int
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Print the tables, return the figures."""
     count = 60 if args.quick else REQUESTS
     loads = (0.9, 1.3) if args.quick else LOADS

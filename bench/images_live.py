@@ -60,7 +60,7 @@ class Times:
         return float(np.median(self.first_s)), float(np.median(self.whole_s))
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Print the tables, return the figures."""
     requests, rounds = (10, 1) if args.quick else (REQUESTS, ROUNDS)
     running = 4 if args.quick else 32

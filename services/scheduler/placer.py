@@ -67,13 +67,11 @@ class Placer:
     async def run(self) -> None:
         """Place when a worker has come or left, and from time to time. Never returns."""
         next_s = now_s() + min(FIRST_S, self._every_s)
-        workers: set[str] | None = None
+        workers = self._serving()
         while True:
             await asyncio.sleep(LOOK_S)
-            serving = {known.worker_id for known in self._cluster.serving(now_s())}
-            due = now_s() >= next_s or (workers is not None and serving != workers)
-            if not self._planner.mine or not due:
-                workers = workers if due and self._planner.mine else serving
+            serving = self._serving()
+            if not self._planner.mine or (serving == workers and now_s() < next_s):
                 continue
             try:
                 await self.place()
@@ -81,6 +79,9 @@ class Placer:
                 log.warning("nothing was placed", extra={"error": repr(error)})
                 continue  # again at the next look
             workers, next_s = serving, now_s() + self._every_s
+
+    def _serving(self) -> set[str]:
+        return {known.worker_id for known in self._cluster.serving(now_s())}
 
     async def place(self) -> None:
         """Compute each worker's placement and write those that have changed. Raises Unavailable when JetStream is away."""

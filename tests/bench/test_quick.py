@@ -106,6 +106,7 @@ FIGURES = {
         "motet_updates",
         "bound_latency_vs_rrod",
     },
+    "scale_live": {"requests", "resumed", "lost", "changed", "errors", "first_token_after_wake_s"},
     "scheduler": {"decisions_per_s", "decision_p50_ms", "decision_p99_ms"},
     "start": {"start_bf16_s", "start_int8_s", "start_int4_s", "start_int8_file_s", "start_bf16_kept_s", "parts_bf16_s"},
     "twin_live": {"ttft_p50_error", "tpot_p50_error", "tpot_p99_error", "throughput_error", "decode_r2", "step_r2"},

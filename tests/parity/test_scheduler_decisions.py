@@ -17,7 +17,7 @@ from motet.policies.scale.need import Asked
 from motet.services.scheduler import sizer
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Looked, Setup, records, replay, replay_sizing
-from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
+from motet.services.scheduler.events import Assigning, AtHome, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
 from motet.shared.config import ConfigError
@@ -133,6 +133,7 @@ def test_every_event_is_read_as_it_was_written(tmp_path):
         Taken("w", "s", 2.0),
         NotTaken("w", "s"),
         Marked("w", "full", 3.0),
+        AtHome("w", ("d",)),
         LeaseLost("w"),
         Tick(4.0, connected=False),
     ]
