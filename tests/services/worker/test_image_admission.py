@@ -15,7 +15,9 @@ from motet.shared.errors import BadRequest
 from motet.shared.model import ADAPTERS_MAX, AdapterRef, ImageParams, SamplingParams, Weighted
 from motet.shared.wire.request import GenerateRequest, Image, pack_tokens
 
-LIMITS = ImageLimits(family="sd15", step_px=32, pixels_max=256 * 256, steps_max=50, state_bytes_max=100)
+LIMITS = ImageLimits(
+    family="sd15", step_px=32, pixels_max=256 * 256, steps_max=50, state_bytes_max=100, rows_max=64, area_max=1 << 15
+)
 DRAWS = Acceptable(
     base_model="base",
     vocab_size=100,
