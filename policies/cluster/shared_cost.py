@@ -150,9 +150,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
         room = length * step * turns(t, n - t["max_running"] + 1.0, tokens + out - spare)
         wait += room
         others += per_token * room
-    if ask.adapter and state.slotted:
-        wait += length * _slot_wait(state, ask, others, step)
-        others += _evictions(state, ask) * copy * (per_token + _ONE / length)
+    wait += length * _slots(state, ask, others, step, copy * (per_token + _ONE / length))
     cost = others
     cost += tpot
     cost += wait / np.array(out)
@@ -176,6 +174,14 @@ def _added_ms(state: ClusterState, ask: Ask) -> tuple[Floats | float, Floats | f
     if perf.pads:
         d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(t["exists"], t["max_rank"], rank)
     return d_step if ask.rows == 1.0 else ask.rows * d_step, d_prefill
+
+
+def _slots(state: ClusterState, ask: Ask, others: Floats, step_ms: Floats, copy_ms: Floats) -> Floats | float:
+    """The time until r's adapter has a slot, in steps over L. Adds to `others` what its slot and its copy cost later."""
+    if not ask.adapter or not state.slotted:
+        return 0.0
+    others += _evictions(state, ask) * copy_ms
+    return _slot_wait(state, ask, others, step_ms)
 
 
 def _slot_wait(state: ClusterState, ask: Ask, others: Floats, step_ms: Floats) -> Floats | float:
