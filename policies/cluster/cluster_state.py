@@ -242,10 +242,9 @@ class ClusterState:
         t["max_requests"][row] = limits.max_running + limits.max_waiting
         t["block_size"][row] = limits.block_size
         t["kv_tokens_total"][row] = limits.kv_blocks_most * limits.block_size
-        slots = limits.adapter_slots or inf
         (self.slotted.add if limits.adapter_slots else self.slotted.discard)(row)
-        t["adapter_slots"][row] = slots
-        t["adapter_slots_easy"][row] = slots - sqrt(slots) if limits.adapter_slots else inf
+        t["adapter_slots"][row] = limits.adapter_slots or inf
+        self._count_slots(row)
         t["copies_stall"][row] = limits.copies == "stall"
         t["copies_wait"][row] = limits.copies != "bridged"
         self._forget_derived()
@@ -427,7 +426,9 @@ class ClusterState:
         t["queue_rank_sum"][row] = queue.sum
         t["queue_max_rank"][row] = queue.max
         t["exists"][row] = exists.size
-        t["adapters_used"][row] = len(load.adapters)
+        if t["adapters_used"][row] != len(load.adapters):
+            t["adapters_used"][row] = len(load.adapters)
+            self._count_slots(row)
         t["rank_sum"][row] = exists.sum
         t["max_rank"][row] = exists.max
         t["tightest_tpot_ms"][row] = load.tightest
@@ -486,6 +487,16 @@ class ClusterState:
         bits = place_bits(self._adapters[worker_id].get(digest), in_use=digest in self._loads[worker_id].adapters)
         if more := self._index.mark(digest, row, bits):
             self.table["adapters_loaded"][row] += more
+
+    def _count_slots(self, row: int) -> None:
+        t = self.table
+        used, slots = float(t["adapters_used"][row]), float(t["adapter_slots"][row])
+        if slots == inf:
+            t["slots_used"][row] = t["slots_lacking"][row] = t["slots_short"][row] = 0.0
+            return
+        t["slots_used"][row] = used / slots
+        t["slots_lacking"][row] = max(0.0, used + 1.0 - slots) / slots
+        t["slots_short"][row] = max(0.0, used + 1.0 - slots + sqrt(slots)) / slots
 
     # ---- rows
 

@@ -87,6 +87,7 @@ NEAR = 0.005
 """Workers whose cost is within this share of the best count as equally good."""
 YOUNG, YOUNG_EACH, YOUNG_STEPS = 0.5, 0.3, 10.0
 _HALF, _ONE, _LASTING, _YOUNG, _EACH, _INF = map(np.array, (0.5, 1.0, LASTING, YOUNG, YOUNG_EACH, inf))
+_EVICTED, _STRANGER = np.array(EVICTED), np.array(STRANGER)
 _FADING = np.array(-1.0 / YOUNG_STEPS)
 """Constants as arrays: with them numpy computes in half the time that it takes with Python's numbers."""
 
@@ -194,31 +195,29 @@ def _slot_wait(state: ClusterState, ask: Ask, others: Floats, step_ms: Floats) -
     Every slot becomes free once in the time of an average answer.
     """
     t = state.table
-    short = t["adapters_used"] - t["adapter_slots_easy"]
-    short += _ONE
+    short = t["slots_short"]
     if short[short.argmax()] <= 0.0:
         return 0.0
-    lacking = np.maximum(t["adapters_used"] + _ONE - t["adapter_slots"], 0.0)
-    np.maximum(short, 0.0, out=short)
+    short, lacking = short * step_ms, t["slots_lacking"] * step_ms
     if (held := state.holders(ask.adapter)) is not None:
         used = held.rows[held.bits & IN_USE != 0]
         short[used] = lacking[used] = 0.0
-    short /= t["adapter_slots"]
-    short *= step_ms
-    others += t["exists"] * short
-    return lacking / t["adapter_slots"] * step_ms
+    short *= t["exists"]
+    others += short
+    return lacking
 
 
 def _evictions(state: ClusterState, ask: Ask) -> Floats:
     """How many copies r's own copy causes later: of the adapter that leaves for it, and of r's adapter back at home."""
     t = state.table
-    full = (t["adapters_loaded"] >= t["adapter_slots"]) | (t["adapter_bytes_free"] < float(ask.adapter_bytes))
-    copies = np.where(full, EVICTED, 0.0)
+    copies = np.where(t["adapters_loaded"] >= t["adapter_slots"], _EVICTED, 0.0)
+    free = t["adapter_bytes_free"]
+    if free[free.argmin()] < ask.adapter_bytes:
+        copies[free < ask.adapter_bytes] = _EVICTED
     if (homes := state.homes.of(ask.adapter)) is not None:
-        copies += STRANGER
+        copies += _STRANGER
         copies[homes] -= STRANGER
-    copies *= t["adapters_used"]
-    copies /= t["adapter_slots"]
+    copies *= t["slots_used"]
     return copies
 
 

@@ -47,7 +47,9 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "rank_sum": ("f8", 0),  # over exists
     "max_rank": ("f8", 0),
     "adapter_slots": ("f8", inf),  # adapters on its device at once; inf where it does not say
-    "adapter_slots_easy": ("f8", inf),  # adapters in use up to which a slot is free for one more, as their number varies
+    "slots_used": ("f8", 0),  # share of its slots whose adapters its requests use
+    "slots_lacking": ("f8", 0),  # slots that one more adapter would lack, as a share of all
+    "slots_short": ("f8", 0),  # the same of the slots less their root, by which the number in use varies
     "adapter_bytes_free": ("f8", inf),
     "adapters_used": ("f8", 0),  # different adapters of its requests
     "adapters_loaded": ("f8", 0),  # adapters on the device, or about to be
