@@ -60,7 +60,7 @@ PERF = PerfModel(
 LIMITS = WorkerLimits(
     base_model="m", engine="vllm", max_model_len=8192, max_running=256, max_waiting=1024, block_size=16, kv_blocks_total=24_000,
     adapter_bytes_total=SLOTS * SLOT_BYTES, max_lora_rank=RANK, copies="stall", pin_slots=SLOTS // 2,
-    pin_bytes=SLOTS // 2 * SLOT_BYTES,
+    pin_bytes=SLOTS // 2 * SLOT_BYTES, adapter_slots=SLOTS,
 )  # fmt: skip
 OPTIONS = WorkerOptions(
     max_loras=SLOTS, queues="fcfs", eviction="lru", foresight="off", max_step_tokens=2048, cold_start="blocking"

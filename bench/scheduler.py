@@ -40,7 +40,7 @@ RANKS = (8, 16, 32, 64, 128)
 PROMPT, OUTPUT = 128, 256  # tokens, mean
 LIMITS = WorkerLimits(
     base_model="bench", max_model_len=4096, max_running=512, max_waiting=256, block_size=16, kv_blocks_total=16_384,
-    adapter_bytes_total=16 << 30, max_lora_rank=128, adapter_slots=256,
+    adapter_bytes_total=16 << 30, max_lora_rank=128,
 )  # fmt: skip
 PERF = PerfModel(
     kernel="mbgmv", prefill_base_ms=10.0, prefill_token_ms=0.05, prefill_lora_ms=0.001, decode_base_ms=15.0,

@@ -427,7 +427,7 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     copies: Literal["stall", "wait", "bridged"] = "stall"
     """Requests that a copy to the device delays: all; those on the adapter; none, since CPU processes compute meanwhile."""
     adapter_slots: int = 0
-    """Adapters on the device at once; 0 where it is not known."""
+    """Adapters on the device at once, where that binds before their bytes, as with vLLM; else 0."""
     pin_slots: int = 0
     """Adapters that may be pinned here."""
     pin_bytes: int = 0

@@ -75,7 +75,6 @@ class Worker:
     ) -> None:
         limits = replace(
             spec.limits,
-            adapter_slots=spec.options.max_loras,
             prefix_cache="tenant" if spec.options.prefix_cache else "",
         )
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"

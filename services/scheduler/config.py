@@ -105,7 +105,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             description="whether adapters get homes by demand: workers that keep them loaded, and that get their requests"
             " unless others are sooner; one of the schedulers decides"
         ),
-    ] = "on"
+    ] = "off"
     place_s: Annotated[
         float,
         Meta(

@@ -134,7 +134,6 @@ def _limits(config: WorkerConfig, adapter_bytes: int) -> WorkerLimits:
         adapter_bytes_total=adapter_bytes,
         max_lora_rank=config.adapters.max_lora_rank,
         copies="wait",
-        adapter_slots=config.adapters.max_loras,
         pin_slots=config.adapters.max_loras // PIN_SHARE,
         pin_bytes=min(adapter_bytes, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
     )

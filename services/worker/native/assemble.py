@@ -181,7 +181,6 @@ def _limits(
         prefix_cache=config.prefix_cache,
         kv_format=kv_format,
         kv_token_bytes=runner.kv_block_bytes // config.kv.block_size,
-        adapter_slots=config.adapters.max_loras,
         pin_slots=config.adapters.max_loras // PIN_SHARE,
         pin_bytes=min(runner.lora_bytes_total, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
     )

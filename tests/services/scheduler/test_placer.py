@@ -26,7 +26,7 @@ async def placed(bus, *worker_ids: str) -> Callable[[], dict[str, tuple[str, ...
 async def test_an_adapter_that_is_asked_for_is_placed_on_workers(bus, schedule, hire):
     for name in ("w1", "w2"):
         await hire(name, limits=LIMITS)
-    service = await schedule(place_s=0.5)
+    service = await schedule(placement="on", place_s=0.5)
     await knows(service, "w1", "w2")
     now = await placed(bus, "w1", "w2")
     request = generate_request("r0", rank=8)
@@ -51,7 +51,7 @@ async def test_every_adapter_has_a_home_and_a_copy_only_where_a_worker_has_room_
     )
     await hire("roomy", limits=roomy)
     await hire("small", limits=small)
-    service = await schedule(place_s=0.5)
+    service = await schedule(placement="on", place_s=0.5)
     await knows(service, "roomy", "small")
     now = await placed(bus, "roomy", "small")
     for number in range(6):
@@ -64,7 +64,7 @@ async def test_every_adapter_has_a_home_and_a_copy_only_where_a_worker_has_room_
 async def test_a_worker_that_comes_gets_homes_within_a_second_and_one_that_leaves_gives_its_own_to_others(bus, schedule, hire):
     """The next decision would be made in an hour."""
     first = await hire("w1", limits=LIMITS)
-    service = await schedule(place_s=3600.0)
+    service = await schedule(placement="on", place_s=3600.0)
     await knows(service, "w1")
     now = await placed(bus, "w1", "w2")
     for number in range(8):
@@ -83,7 +83,7 @@ async def test_a_worker_that_comes_gets_homes_within_a_second_and_one_that_leave
 
 async def test_every_scheduler_knows_homes_when_it_decides(bus, schedule, hire):
     await hire("w1", limits=LIMITS)
-    other = await schedule(place_s=3600.0)
+    other = await schedule(placement="on", place_s=3600.0)
     await knows(other, "w1")
     bucket = await Bucket.open(bus, subjects.KV_PLACEMENT)
     await bucket.put("w1", encode(Placement(owner="s", digests=("d8",), since_unix_ms=0)))
@@ -94,7 +94,7 @@ async def test_every_scheduler_knows_homes_when_it_decides(bus, schedule, hire):
 async def test_a_worker_that_is_gone_loses_its_placement(bus, schedule, hire):
     bucket = await Bucket.open(bus, subjects.KV_PLACEMENT)
     await hire("w1", limits=LIMITS)
-    service = await schedule(place_s=0.5)
+    service = await schedule(placement="on", place_s=0.5)
     await knows(service, "w1")
     await bucket.put("gone", encode(Placement(owner="s", digests=("d",), since_unix_ms=0)))
 
