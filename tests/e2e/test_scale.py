@@ -74,4 +74,4 @@ async def test_a_stack_goes_to_no_worker_and_a_request_brings_one_back(sleepy: L
             "HELLO THERE",
             "GOOD MORNING",
         ]
-        assert "worker-1" in sleepy.facts().services
+        assert any(name.startswith("worker") for name in sleepy.facts().services), "worker-1, or worker-2 while that one leaves"
