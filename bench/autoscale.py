@@ -234,7 +234,7 @@ def _in_twin(law: Law, day: Day, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _picture(law: Law) -> dict[str, Any]:
-    """The made day: workers that the load needs, and those that Motet had."""
+    """Of the synthetic day: how many workers the load needs, and how many Motet ran."""
     day = made(MEAN)
     score = simulate(law, day, motet(law), seed=SEED)
     hours = np.arange(len(score.ready), dtype=np.float64) * (LOOK_S / 3600.0)

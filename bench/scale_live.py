@@ -5,9 +5,9 @@
     kills      the same round again, and at every step the scheduler that plans is killed: as workers are started, as one
                leaves, while none is there, and while a request waits for the first
 
-The answers are sampled with a seed, so they are known from a quiet run: one that differs is changed, one that ends early is
-lost, and every status above 399 is an error. The time to the first token after a wake is told without the time that the
-worker took to start, from its launch to its readiness.
+The answers are sampled with a seed, and a quiet run comes first. An answer counts as changed if its text differs from that of
+the quiet run, as lost if it ends early, and as an error if its status is above 399. The time to the first token after a wake is
+told without the time that the worker took to start, from its launch to its readiness.
 """
 
 from __future__ import annotations

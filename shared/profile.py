@@ -51,6 +51,18 @@ class StorageTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_base_ms: _Ms = 5.0
     store_ms_per_mib: _Ms = 8.0
 
+    @classmethod
+    def of(cls, host_mib: int, disk_mib: int, *, disk: tuple[float, float], store: tuple[float, float]) -> StorageTimes:
+        """With fitted times to load from each: milliseconds, and milliseconds per MiB."""
+        return cls(
+            host_mib=host_mib,
+            disk_mib=disk_mib,
+            disk_base_ms=disk[0],
+            disk_ms_per_mib=disk[1],
+            store_base_ms=store[0],
+            store_ms_per_mib=store[1],
+        )
+
 
 class Hops(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Delays of messages to and from a busy worker."""

@@ -36,6 +36,6 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A worker fetches the KV blocks of a request that moves, and cached ones of prompts, where that is faster than computing
     them again."""
     placement: bool = False
-    """Adapters get homes by demand: workers that keep them loaded, and that their requests go to."""
+    """Adapters get homes by demand: workers that load them into free room, and that dispatch prefers where slots are known."""
     place_s: _Seconds = 180.0
     """Time between decisions about homes, while no worker comes or leaves."""

@@ -7,8 +7,8 @@ Two kinds of worker:
   arrival among those whose adapter is there. The adapters of the next requests load beside the steps.
 
 A step of requests R takes (base_s + sum of their row_s) / speed. Loads come from remote storage, beside each other; there is no
-tier of host memory, because the measured loads that the paper reports have none. A GPU that gets a request for another base
-model than it has loads that one first, and loses its adapters.
+tier of host memory, because the measured loads that the paper reports have none. A GPU that gets a request for another
+base model than its own loads that base model first, and drops the adapters that it had.
 """
 
 from __future__ import annotations

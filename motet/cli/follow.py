@@ -19,10 +19,8 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import BusConfig
 from motet.shared.errors import MotetError
-from motet.shared.wire.scale import Sized
+from motet.shared.wire.scale import OLD_MS, Sized
 
-OLD_MS = 60_000
-"""A decision of this age says nothing about now."""
 REST_S = 60.0
 """After a worker that could not start."""
 AGAIN_S = 5.0

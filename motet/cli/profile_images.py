@@ -34,14 +34,7 @@ def image_profile(measured: MeasuredImages, config: WorkerConfig) -> Profile:
         perf=perf,
         images=facts,
         engine=config.options,
-        storage=StorageTimes(
-            host_mib=config.adapters.host_cache_mib,
-            disk_mib=config.adapters.disk_cache_mib,
-            disk_base_ms=disk[0],
-            disk_ms_per_mib=disk[1],
-            store_base_ms=store[0],
-            store_ms_per_mib=store[1],
-        ),
+        storage=StorageTimes.of(config.adapters.host_cache_mib, config.adapters.disk_cache_mib, disk=disk, store=store),
         link=link,
     )
 

@@ -226,9 +226,10 @@ class Stack:
         """Start workers until there are `count`; returns at once. A worker that cannot start goes again."""
         assert self._supervisor is not None and self._ready, "start() comes first"
         async with self._changing:
-            leaving = [] if self.options.gpus else self._supervisor.leaving  # the GPU of one that leaves is not free yet
-            names = [f"worker-{i + 1}" for i in range(max(self.options.workers_most, count) + len(leaving))]
-            free = [name for name in names if name not in (*self.workers, *self._supervisor.leaving)]
+            taken = {*self.workers, *self.leaving}
+            spare = 0 if self.options.gpus else len(self.leaving)  # the GPU of one that leaves is not free yet
+            names = [f"worker-{i + 1}" for i in range(max(self.options.workers_most, count) + spare)]
+            free = [name for name in names if name not in taken]
             for name in free[: max(0, count - len(self.workers))]:
                 self._supervisor.add(self._service(name))
             self._write_facts()

@@ -102,8 +102,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     placement: Annotated[
         Literal["off", "on"],
         Meta(
-            description="whether adapters get homes by demand: workers that keep them loaded, and that get their requests"
-            " unless others are sooner; one of the schedulers decides"
+            description="whether adapters get homes by demand: workers that load them into free room, and that dispatch prefers"
+            " for their requests where workers say their slots (vLLM); one of the schedulers decides"
         ),
     ] = "off"
     place_s: Annotated[

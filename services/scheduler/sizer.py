@@ -32,13 +32,12 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
 from motet.shared.telemetry import logger
 from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
-from motet.shared.wire.scale import Decision, Sized, Wake
+from motet.shared.wire.scale import OLD_MS, Decision, Sized, Wake
 from motet.shared.wire.worker_state import WorkerNotice
 
 log = logger("motet.scheduler.sizer")
 STARTS_S = 1.0
 ASK_S = 1.0
-OLD_MS = 60_000  # a decision of this age says nothing about now
 ASLEEP = frozenset({"idle", "asleep"})
 WOKEN_S = 15.0  # so long the word that requests wait holds
 KEPT = 200  # decisions of a base model
@@ -91,7 +90,7 @@ class FleetSizer:
         await self._ask_for_decisions()
 
     async def _ask_for_decisions(self) -> None:
-        """Those of a scheduler that is there already, so that a new one goes on with them and wakes nobody."""
+        """Take over the last decisions of another scheduler: without them a new one starts a worker for a base that sleeps."""
         with contextlib.suppress(MotetError):
             reply = await self._bus.request(subjects.SCHEDULER_STATUS, StatusRequest(scale=True), StatusReply, timeout_s=ASK_S)
             for decisions in reply.scale if isinstance(reply, ClusterStatus) else []:

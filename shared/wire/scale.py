@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+OLD_MS = 60_000
+"""A decision of this age says nothing about now: while somebody decides, one comes every 15 s."""
+
 Reason = Literal["steady", "up", "down", "settling", "doubt", "impossible", "most", "idle", "asleep", "woken"]
 
 

@@ -14,7 +14,7 @@ from motet.cli.client import ApiError
 from motet.cli.follow import Follower
 from motet.cli.scale import AGAIN_S, CommandFollower
 from motet.shared.clock import unix_ms
-from motet.shared.wire.scale import Decision, Reason, Sized
+from motet.shared.wire.scale import OLD_MS, Decision, Reason, Sized
 
 
 class Hands:
@@ -61,7 +61,7 @@ async def test_a_decision_from_before_the_last_change_and_an_old_one_change_noth
     await follower.follow(before)
     assert len(hands.names) == 3
     late = Hands("w0")
-    await Follower(late, 1, 9, lambda _: None).follow(sized(4, age_ms=follow.OLD_MS + 1))
+    await Follower(late, 1, 9, lambda _: None).follow(sized(4, age_ms=OLD_MS + 1))
     assert late.names == ["w0"]
 
 

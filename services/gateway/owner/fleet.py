@@ -14,13 +14,12 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
 from motet.shared.telemetry import logger
 from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
-from motet.shared.wire.scale import Reason, Sized
+from motet.shared.wire.scale import OLD_MS, Reason, Sized
 from motet.shared.wire.worker_state import WorkerNotice, WorkerState
 
 log = logger("motet.gateway.fleet")
 ASLEEP: frozenset[Reason] = frozenset({"idle", "asleep", "woken"})
 ASK_S = 2.0
-SIZED_S = 60.0  # a decision of this age says nothing about now
 
 
 class Fleet:
@@ -47,7 +46,7 @@ class Fleet:
         with contextlib.suppress(MotetError):
             reply = await self._bus.request(subjects.SCHEDULER_STATUS, StatusRequest(scale=True), StatusReply, timeout_s=ASK_S)
             for decisions in reply.scale if isinstance(reply, ClusterStatus) and self._sized is None else []:
-                if decisions and unix_ms() - decisions[-1].at_unix_ms < SIZED_S * 1000:
+                if decisions and unix_ms() - decisions[-1].at_unix_ms < OLD_MS:
                     self._on_sized(decisions[-1])
 
     def _on_sized(self, sized: Sized) -> None:
@@ -92,7 +91,7 @@ class Fleet:
 
     def _decided(self) -> bool:
         """Whether schedulers tell how many workers there should be, so that a word that requests wait brings one."""
-        return self._sized is not None and now_s() - self._sized_s < SIZED_S
+        return self._sized is not None and now_s() - self._sized_s < OLD_MS / 1000
 
     def asleep(self) -> bool:
         """Whether there is no worker since nobody asked for so long: the next request has one started."""

@@ -12,13 +12,13 @@ from click.testing import CliRunner
 
 from motet.cli.status import status
 from motet.services.gateway.edge import sse
-from motet.services.gateway.owner import fleet, parked
+from motet.services.gateway.owner import parked
 from motet.services.gateway.service import GatewayService
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import unix_ms
 from motet.shared.wire.admin import ClusterStatus, StatusRequest
-from motet.shared.wire.scale import Decision, Reason, Sized, Wake
+from motet.shared.wire.scale import OLD_MS, Decision, Reason, Sized, Wake
 from motet.shared.wire.worker_state import WorkerNotice
 from tests.services.gateway.support import Connect, FakeScheduler, running_gateway, start_workers
 from tests.support import eventually
@@ -161,7 +161,7 @@ async def test_a_gateway_that_starts_while_its_base_sleeps_knows_it_at_once(conn
 
     await (await connect("scheduler")).serve("status", subjects.SCHEDULER_STATUS, StatusRequest, answer, queue="scheduler")
     async with running_gateway(nats_url, tmp_path) as gateway:
-        if age_s < fleet.SIZED_S:
+        if age_s * 1000 < OLD_MS:
             await eventually(lambda: not gateway.not_ready())
         else:
             with pytest.raises(TimeoutError):
