@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import report
+from bench import homes_live, report
 from bench.rivals import POLICIES
 from bench.rivals.homes import min_cost_flow, rendezvous
 from bench.rivals.policies import WeightedAffinity
@@ -76,6 +76,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """This bench's own options."""
     parser.add_argument("--seed", type=int, default=HEADLINE_SEED, help="of arrivals, adapters and lengths")
     parser.add_argument("--order", type=Path, help="a recorded trace: the adapters of its requests, in their order")
+    parser.add_argument("--live", action="store_true", help="a worker that comes to live ones (bench.homes_live); nothing else")
     parser.add_argument("--tune", action="store_true", help="lora-affinity with all weights, on other seeds; nothing else")
 
 
@@ -218,6 +219,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything, print the tables, return the figures."""
     if args.tune:
         return _tune(args)
+    if args.live:
+        return homes_live.measure(args)
     sizes = (4,) if args.quick else WORKERS
     seconds = args.seconds or (30.0 if args.quick else SECONDS)
     orders = [None, *([args.order] if args.order is not None else [])]

@@ -42,7 +42,7 @@ from motet.twin.worker_spec import ImageSpec, WorkerSpec
 from motet.twin.workload import Workload
 
 LOAD = 0.6
-REQUESTS, ROUNDS, PROFILE_S = 60, 3, 30.0
+REQUESTS, ROUNDS, PROFILE_S = 60, 7, 20.0
 SIDES, STEPS = (16, 32), (8, 15, 25)
 QUIET_S = 120.0
 """The longest time until all pictures are there."""

@@ -1,7 +1,7 @@
 """`motet up --workers 0..3 --scale act` under a load that comes and goes: nothing may be lost, changed or refused.
 
-    round      one client, then a crowd until three workers serve, then one client until one worker serves, then nobody until
-               none is left, then single requests that wake the mesh
+    round      a crowd until three workers serve, then one client that pauses between its requests until one worker serves,
+               then nobody until none is left, then single requests that wake the mesh
     kills      the same round again, and at every step the scheduler that plans is killed: as workers are started, as one
                leaves, while none is there, and while a request waits for the first
 
@@ -37,7 +37,9 @@ from motet.shared.clock import now_s
 MOST, CROWD, SEATS = 3, 24, 8
 ASKS, TOKENS = 48, 120
 WAKES, WAKES_QUICK = 3, 1
-STEP_S = 150.0
+PAUSE_S = 0.5
+"""Between two requests of the one client. Without it, it asks for a quarter of what one worker can do."""
+STEP_S = 240.0
 """For a step that takes longer the bench ends with an error."""
 COLUMNS = (
     "round",
@@ -171,21 +173,22 @@ class Crowd:
         self._next = 0
 
     @contextlib.asynccontextmanager
-    async def of(self, clients: int) -> Any:
+    async def of(self, clients: int, pause_s: float = 0.0) -> Any:
         """So many clients, for the length of the block. What they have asked is answered before it ends."""
         home = asyncio.Event()
-        tasks = [asyncio.create_task(self._one(home)) for _ in range(clients)]
+        tasks = [asyncio.create_task(self._one(home, pause_s)) for _ in range(clients)]
         try:
             yield
         finally:
             home.set()
             await asyncio.gather(*tasks)
 
-    async def _one(self, home: asyncio.Event) -> None:
+    async def _one(self, home: asyncio.Event, pause_s: float) -> None:
         async with Client(self._url) as client:
             while not home.is_set():
                 number, self._next = self._next % ASKS, self._next + 1
                 self._tally.answers.append((number, await ask(client, number)))
+                await asyncio.sleep(pause_s)
 
 
 # ---- rounds
@@ -204,7 +207,7 @@ async def whole_round(mesh: Mesh, strike: Strike, wakes: int, *, quick: bool) ->
             await until(lambda: len(mesh.stack.workers) > 1, "a second worker")
             await strike()
             await mesh.workers(MOST)
-        async with crowd.of(1):
+        async with crowd.of(1, PAUSE_S):
             await until(lambda: len(mesh.stack.workers) < MOST, "a worker less")
             await strike()
             await mesh.workers(1)

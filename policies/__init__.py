@@ -17,8 +17,8 @@ do not know each other, nor do cluster and step, and lengths stands alone.
   of it)
 - `cluster`: `worker_load`, `worker_table`, `holders` and `cluster_state` (the workers' state), `flights` (assignments that no
   state shows yet), `candidates` (workers that can take a request), `cached_prompt` (what a prompt finds on each), `choice` (a
-  policy's answer), `shared_cost` (the policy), `dispatch` (the decision); `placement` (the adapters each worker keeps loaded),
-  `migration_plan` and `rebalance` (requests that move to another worker)
+  policy's answer), `waits` (for room), `shared_cost` (the policy), `dispatch` (the decision); `placement` (the adapters each
+  worker keeps loaded), `migration_plan` and `rebalance` (requests that move to another worker)
 - `worker`: `request_life`, `worker_events`, `worker_core` (a worker's decisions outside its engine), `worker_view` (what
   schedulers see of it), `foresight` (adapters before they are asked for), `pins`
 - `lengths`: `features` (of a request), `model` and `calibration`, `quantiles` (of what was seen), `predictor` (all of it)

@@ -35,7 +35,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kv_travel: bool = True
     """A worker fetches the KV blocks of a request that moves, and cached ones of prompts, where that is faster than computing
     them again."""
-    placement: bool = False
+    placement: bool = True
     """Adapters get homes by demand: workers that load them into free room, and that dispatch prefers where slots are known."""
     place_s: _Seconds = 180.0
     """Time between decisions about homes, while no worker comes or leaves."""

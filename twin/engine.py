@@ -218,8 +218,8 @@ class Engine:
         if merging is not None:
             merging.rest(plan, now_ps)
             most = min(most, merging.steady(plan))
-        steps = 1 if plan.prefills else steady_steps(self._state, plan, most)
         batch = self._batch(plan)
+        steps = 1 if batch.loads else steady_steps(self._state, plan, most)
         first_ps, growth_ps = self._step_ps(plan, batch)
         if copies is not None:
             first_ps = copies.step_ps(self.batches, plan.decodes + plan.prefills, first_ps)

@@ -23,6 +23,7 @@ from motet.policies.cluster.candidates import Ask, Screening, candidates, lackin
 from motet.policies.cluster.choice import Choose
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.objectives import Admission
+from motet.policies.cluster.waits import seat_share
 from motet.policies.times.perf_model import decode_ms, prefill_ms
 from motet.shared.model import KvOffer
 from motet.shared.tables import Table
@@ -103,8 +104,8 @@ def _decision(state: ClusterState, ask: Ask, row: int, now_s: float, count: int,
 def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: float) -> float:
     """The expected time until the first full worker of the base model has room.
 
-    A place becomes free when a running request ends. With R running requests that have L tokens left together, one ends about
-    every (L / R) / R decode steps. The queue's prefill shares the engine meanwhile, spread over the queued requests.
+    That is when the first running request has ended, in the time that they still need on average (`waits`). The queue's prefill
+    shares the engine meanwhile, spread over the queued requests.
     """
     t = state.table
     live = state.serving(ask.base_model) & (t["heard_s"] >= now_s - stale_s) & ~t["draining"]
@@ -113,10 +114,10 @@ def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: 
     if not live.any():
         return MIN_RETRY_S
     perf = state.perf
-    running = np.maximum(t["running"], 1)
-    queued = np.maximum(t["queued"], 1)
+    running, queued = np.maximum(t["running"], 1.0), np.maximum(t["queued"], 1.0)
     step_ms = decode_ms(perf, running, perf.lora_load(t["running"], t["rank_sum"] - t["queue_rank_sum"], t["max_rank"]))
     queue_load = perf.lora_load(t["queued"], t["queue_rank_sum"], t["queue_max_rank"])
     prefill_each_ms = prefill_ms(perf, t["queue_tokens"], queue_load) / queued
-    wait_ms = step_ms * np.maximum(t["running_left"], 1) / running**2 + prefill_each_ms
+    rest_ms = step_ms * np.maximum(t["running_left"], 1.0) / running
+    wait_ms = rest_ms * seat_share(1.0, running) + prefill_each_ms
     return float(np.clip(wait_ms[live].min() / 1000.0, MIN_RETRY_S, MAX_RETRY_S))

@@ -5,8 +5,8 @@ until all miss. Estimates for the request r on a worker with seats, or KV memory
 
     rows    = min(requests there and r, S)                   sequences in a step
     tpot    = Dec(rows) + rows * Pre(usual prompt) / L       each row is followed by another request every L tokens
-    turn    = L * tpot / rows                                between two requests that end
-    wait    = turn * how many lack a seat up to r / (1 - u) + the prefill of those that join with r
+    turn    = L * tpot / rows                                between two requests that end (`waits`)
+    wait    = turn * how many lack a seat up to r / (1 - u) + until r's adapter has a slot + the prefill of all that join with r
     ttft    = wait + Pre(r) + r's adapter + 1.5 * Dec(rows)
 
 An objective for the whole answer is compared with ttft + output * tpot. A picture's last position is its decoding, which takes
@@ -39,6 +39,7 @@ from motet.policies.cluster import cached_prompt
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import adapter_ms
 from motet.policies.cluster.cluster_state import ClusterState
+from motet.policies.cluster.waits import seat_share, slot_share
 from motet.policies.cluster.worker_load import Share, WorkerLoad, band_of
 from motet.policies.cluster.worker_table import MIN_STEP_MS
 from motet.policies.times.perf_model import Floats
@@ -61,7 +62,7 @@ FEW = 1.0
 
 
 def pressed(state: ClusterState, ask: Ask, row: int, now_s: float, avg_resp_len: float) -> bool:
-    """Whether `late_ms` might find this row late: it has no free seat, or a time per token near an objective.
+    """Whether `late_ms` might find this row late: no free seat, no slot for one more adapter, or a tight time per token.
 
     This check is cheaper than `late_ms`.
     """
@@ -70,6 +71,8 @@ def pressed(state: ClusterState, ask: Ask, row: int, now_s: float, avg_resp_len:
     seats = t["max_running"].item(row)
     if not exists or exists >= (seats - seats * OVER_SHARE if ask.demand > ABOVE_MEAN else seats):
         return bool(exists)
+    if t["slots_lacking"].item(row) > 0.0:
+        return True
     rank = t["max_rank"].item(row) if t["bgmv"].item(row) else t["rank_sum"].item(row) / exists
     rank = max(rank, ask.rank)
     found = cached_prompt.find(state, ask, now_s)
@@ -160,7 +163,7 @@ def _pace(t: Mapping[str, NDArray], ask: Ask, tokens: Floats | float, avg_resp_l
     prefill = t["prefill_base_ms"] + t["prefill_token_ms"] * prompt + t["prefill_lora_ms"] * rank
     row_tpot = row + (prefill + ask.area * t["finish_ms"]) / avg_resp_len
     length = np.maximum(avg_resp_len, t["running_left"] / np.maximum(t["running"], 1.0))
-    turn = length * (base + rows * row_tpot) / rows
+    turn = length * (base + rows * row_tpot) * seat_share(1.0, rows)
     return _Pace(exists, held, seats, rows, base, row, row_tpot, turn)
 
 
@@ -188,6 +191,8 @@ def _ttft(
     seat = np.maximum(ahead + 1.0 - np.floor(free), 0.0) * pace.turn
     joining = np.minimum(ahead, free) / np.maximum(ahead, 1.0) * ahead_tokens * t["prefill_token_ms"]
     left = 1.0 - urgent / (t["running"] + FEW) if overtaken else 1.0
+    if (lacking := slot_share(state, ask)) is not None:
+        joining += lacking[rows] * pace.rows * pace.turn
     return own, seat / left + joining + own + 1.5 * (pace.base + pace.rows * pace.row)
 
 

@@ -31,7 +31,7 @@ from motet.policies.cluster.holders import ON_HOST
 from motet.policies.cluster.migration_plan import Moved, Plan, PlanConfig
 from motet.policies.cluster.move_check import MoveCheck
 from motet.policies.cluster.rebalance import EVEN, Pressure, RebalanceConfig
-from motet.policies.cluster.shared_cost import turns
+from motet.policies.cluster.waits import room_share
 from motet.policies.cluster.worker_load import tokens_left
 from motet.policies.times.perf_model import Floats
 from motet.shared.model import Mechanism, RequestBrief
@@ -201,7 +201,7 @@ class _Queues:
         self._longer = longer
 
     def _wait_ms(self, behind: Floats, lacking: Floats, own_ms: Floats | float) -> Floats:
-        return self._answer_ms * turns(self._t, behind, lacking) + self._longer * (self._t["queue_ms"] + own_ms)
+        return self._answer_ms * room_share(self._t, behind, lacking) + self._longer * (self._t["queue_ms"] + own_ms)
 
     def wait_ms(self) -> Floats:
         """What the last request of each queue is predicted to wait; 0 without one."""

@@ -23,9 +23,9 @@ import numpy as np
 
 from motet.policies.cluster.cluster_state import ClusterState
 from motet.policies.cluster.migration_plan import Held, Plan, PlanConfig, Replica, plan
+from motet.policies.cluster.waits import room_share
 from motet.policies.cluster.worker_load import tokens_left
 from motet.policies.memory.kv_travel import Travel, compatible, travel
-from motet.policies.times.perf_model import decode_ms, prefill_ms
 from motet.shared.model import Mechanism, PerfModel, RequestBrief, WorkerLimits
 
 EVEN = 0.5
@@ -214,20 +214,9 @@ def _objective_ms(state: ClusterState, row: int) -> float:
 
 
 def waits_ms(state: ClusterState, avg_resp_len: float) -> np.ndarray:
-    """The expected wait of a new request on each worker before it runs.
-
-    It consists of the prefill of the requests queued before it and, without a free seat or free KV memory, of the time until as
-    many requests have ended as are before it.
-    """
-    t, perf = state.table, state.perf
-    queued, running = t["queued"], t["running"]
-    queue_load = perf.lora_load(queued, t["queue_rank_sum"], t["queue_max_rank"])
-    ahead_ms = np.where(queued > 0, prefill_ms(perf, t["queue_tokens"], queue_load), 0.0)
-    load = perf.lora_load(running, t["rank_sum"] - t["queue_rank_sum"], t["max_rank"])
-    step_ms = decode_ms(perf, running, load)
-    with np.errstate(invalid="ignore"):
-        seatless = np.maximum(0.0, t["exists"] + 1.0 - t["max_running"])
-        short = np.maximum(0.0, t["queue_tokens"] - t["kv_tokens_free"])
-    each = np.maximum(1.0, (t["kv_tokens_total"] - t["kv_tokens_free"]) / np.maximum(1.0, running))  # tokens of a running one
-    behind = np.maximum(seatless, np.where(np.isfinite(short), short / each, 0.0))
-    return ahead_ms + behind * step_ms * avg_resp_len / np.maximum(1.0, running)
+    """The expected wait of a new request on each worker before it runs: for room (`waits`), and the queue's prefill."""
+    t = state.table
+    with np.errstate(invalid="ignore"):  # rows without a worker
+        behind, lacking = t["exists"] + 1.0 - t["max_running"], t["kv_tokens_promised"] - t["kv_tokens_free"]
+        room_ms = avg_resp_len * t["step_ms"] * room_share(t, behind, lacking)
+    return np.where(t["queued"] > 0.0, t["queue_ms"], 0.0) + np.nan_to_num(room_ms)

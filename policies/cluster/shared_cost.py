@@ -27,13 +27,13 @@ is short and has just begun. Which answers will be short is not known, so a stal
 requests start, and 1 + YOUNG_EACH times as much for each request of a queue whose prefill r just misses; this fades within
 YOUNG_STEPS steps. As a result workers take turns.
 
-Room. One of R running requests ends every L / R steps, whatever their lengths (Little's law), and gives back a seat and its
-share of the memory. Who waits for that passes the wait on: the N requests are followed by N others within L tokens, and these
-wait behind r. So it counts N times as well, and beyond capacity it outweighs all else: the shortest queue wins.
+Room. One of R running requests ends every L / R steps and gives back a seat and its share of the memory (`waits`). Who waits
+for that passes the wait on: the N requests are followed by N others within L tokens, and these wait behind r. So it counts N
+times as well, and beyond capacity it outweighs all else: the shortest queue wins.
 
 Slots. An adapter of a request that runs keeps its slot. Once the adapters in use take all of them, a request for another one
-waits until one of them has no request left, and every slot becomes free once within L steps. In `others` this counts as soon as
-the slots that are left could be taken by chance: fewer than the root of all, by which the number in use varies.
+waits until one of them has no request left. In `others` this counts as soon as the slots that are left could be taken by
+chance: fewer than the root of all, by which the number in use varies.
 
 Evictions. On a device that is full, r's copy makes another adapter leave, which somebody will ask for: EVICTED copies. Where
 r's adapter is not at home (`homes`), it will leave again: STRANGER copies. Both count by the share of slots in use: where few
@@ -74,7 +74,7 @@ from motet.policies.cluster import cached_prompt
 from motet.policies.cluster.candidates import Ask
 from motet.policies.cluster.choice import Choice, adapter_ms, spread
 from motet.policies.cluster.cluster_state import ClusterState
-from motet.policies.cluster.holders import IN_USE
+from motet.policies.cluster.waits import room_share, slot_share
 from motet.policies.cluster.worker_table import hash_of
 from motet.policies.times.perf_model import Floats
 
@@ -147,11 +147,11 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     tpot = step + per_token * perf.prefill_base_ms
     spare = t["kv_tokens_free"] - t["kv_tokens_promised"]
     if state.crowded or spare[spare.argmin()] < ask.tokens + out:
-        room = length * step * turns(t, n - t["max_running"] + 1.0, tokens + out - spare)
+        room = length * step * room_share(t, n - t["max_running"] + 1.0, tokens + out - spare)
         wait += room
         others += per_token * room
     if ask.adapter and state.slotted:
-        wait += length * _slot_wait(state, ask, others, step)
+        wait += length * _slot_wait(state, ask, others, n * step, step)
         others += _evictions(state, ask) * copy * (per_token + _ONE / length)
     cost = others
     cost += tpot
@@ -189,22 +189,14 @@ def _fetching_ms(state: ClusterState, found: cached_prompt.CachedPrompt) -> Floa
     return np.maximum(found.fetch_ms - turn_ms, 0.0) - perf.prefill_token_ms * (found.spared - found.cached)
 
 
-def _slot_wait(state: ClusterState, ask: Ask, others: Floats, step_ms: Floats) -> Floats | float:
-    """The time until r's adapter has a slot, in steps over L. Adds to `others` what its slot costs the requests there.
-
-    Every slot becomes free once in the time of an average answer.
-    """
-    t = state.table
-    short = t["slots_short"]
-    if short[short.argmax()] <= 0.0:
+def _slot_wait(state: ClusterState, ask: Ask, others: Floats, all_steps: Floats, step: Floats) -> Floats | float:
+    """The time until r's adapter has a slot, over L. Adds to `others` what its slot costs the requests there."""
+    short = slot_share(state, ask, "slots_short")
+    if short is None:
         return 0.0
-    short, lacking = short * step_ms, t["slots_lacking"] * step_ms
-    if (held := state.holders(ask.adapter)) is not None:
-        used = held.rows[held.bits & IN_USE != 0]
-        short[used] = lacking[used] = 0.0
-    short *= t["exists"]
-    others += short
-    return lacking
+    others += short * all_steps
+    lacking = slot_share(state, ask)
+    return lacking * step if lacking is not None else 0.0
 
 
 def _evictions(state: ClusterState, ask: Ask) -> Floats:
@@ -247,14 +239,3 @@ def _young(t: Mapping[str, NDArray], now_ms: NDArray, step_ms: Floats, age: Floa
     queued *= alone
     queued *= fading
     return np.maximum(running, queued, out=running)
-
-
-def turns(t: Mapping[str, NDArray], behind: Floats, lacking: Floats) -> Floats:
-    """Time until there is room, as a share of the time that an average answer takes.
-
-    In that time every seat becomes free once, and so do all used KV tokens. `behind` requests lack a seat. `lacking` tokens are
-    to become free: for r, for those that wait before it, and for half of the growth of running requests (others end meanwhile).
-    """
-    seats = np.maximum(behind, 0.0) / np.maximum(t["running"], 1.0)
-    memory = np.maximum(lacking, 0.0) / np.maximum(t["kv_tokens_total"] - t["kv_tokens_free"], 1.0)
-    return seats + memory

@@ -105,7 +105,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             description="whether adapters get homes by demand: workers that load them into free room, and that dispatch prefers"
             " for their requests where workers say their slots (vLLM); one of the schedulers decides"
         ),
-    ] = "off"
+    ] = "on"
     place_s: Annotated[
         float,
         Meta(

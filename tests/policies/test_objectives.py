@@ -90,6 +90,19 @@ def test_the_time_until_the_objectives_are_met_is_that_of_the_formula(kernel):
     assert late[0] == pytest.approx(ttft - 0.7 * STANDARD)
 
 
+def test_a_request_for_an_adapter_that_would_wait_for_a_slot_is_refused_and_one_for_an_adapter_in_use_is_not():
+    """Each of 4 slots holds the adapter of a running request; a slot becomes free 4 times in the time of an answer."""
+    state = cluster("a", max_running=64, adapter_slots=4)
+    for number in range(4):
+        state.put_request("a", RequestBrief(f"r{number}", 0, f"d{number}", 8, 50, 0, 4000, "running", 900.0, BATCH))
+    state.replace_adapters("a", {f"d{number}": "device" for number in range(4)})
+    used, other = (ask(adapter=name, ttft_slo_ms=STANDARD, tpot_slo_ms=900.0) for name in ("d3", "d4"))
+    assert admit(state, used).worker_id == "a"
+    refused = admit(state, other)
+    assert refused.worker_id is None
+    assert refused.late_s > 4000 * 10 / 1000 / 4 - STANDARD / 1000, "a quarter of what the running requests still need"
+
+
 def test_a_refused_request_is_admitted_after_the_time_it_was_told_and_not_long_before(full):
     def after(seconds: float) -> Decision:
         """The same worker after `seconds`, in which as many requests have ended as it predicted."""

@@ -159,16 +159,16 @@ def test_a_plan_counts_the_work_the_memory_and_the_room_that_workers_report() ->
     assert busy.takes == 1004 - 6 and other.takes == 1004 - 1
 
 
-@pytest.mark.parametrize(("kernel", "queue_load", "running_load"), [("mbgmv", 24, 32), ("bgmv", 48, 64)])
+@pytest.mark.parametrize(("kernel", "queue_load", "load"), [("mbgmv", 24, 56), ("bgmv", 48, 112)])
 def test_the_expected_wait_is_the_queues_prefill_and_the_time_until_seats_and_memory_are_free(
-    kernel: Kernel, queue_load: int, running_load: int
+    kernel: Kernel, queue_load: int, load: int
 ) -> None:
     """Four requests of rank 8 run, three of ranks 16, 4 and 4 wait; answers have 100 tokens.
 
     The load of LoRA is the sum of ranks, or the number of rows times the largest rank.
     """
     perf = msgspec.structs.replace(PERF, kernel=kernel, prefill_lora_ms=0.02, decode_lora_ms=0.05)
-    ahead_ms, step_ms = 10 + 0.1 * 300 + 0.02 * queue_load, 30 + 0.1 * 4 + 0.05 * running_load
+    ahead_ms, step_ms = 10 + 0.1 * 300 + 0.02 * queue_load, 30 + 0.1 * 7 + 0.05 * load
 
     def wait_ms(*, seats: int = 4, blocks_free: int = 900, running: int = 4, ranks: tuple[int, ...] = (16, 4, 4)) -> float:
         state = ClusterState()
@@ -186,10 +186,10 @@ def test_the_expected_wait_is_the_queues_prefill_and_the_time_until_seats_and_me
     assert wait_ms() == pytest.approx(ahead_ms + 4 * step_ms * 100 / 4), "4 of 8 lack a seat; one is free every L / 4 steps"
     assert wait_ms(seats=64) == pytest.approx(ahead_ms), "there are seats and memory"
     assert wait_ms(seats=64, ranks=()) == 0.0
-    short = (300 - 80) / ((16_000 - 80) / 4)  # prompts that lack memory, in running requests
-    assert wait_ms(seats=64, blocks_free=5) == pytest.approx(ahead_ms + short * step_ms * 100 / 4)
-    lone_ms = 30 + 0.1 + 0.05 * (8 if kernel == "mbgmv" else 16)
-    assert wait_ms(seats=64, blocks_free=5, running=1) == pytest.approx(ahead_ms + 220 / 15_920 * lone_ms * 100)
+    # tokens that are lacking: prompts and answers of the queue, half of what the others will add, less those that are free
+    lacking, used = 300 + 300 + 200 - 80, 16_000 - 80
+    assert wait_ms(seats=64, blocks_free=5) == pytest.approx(ahead_ms + lacking / used * step_ms * 100)
+    assert wait_ms(blocks_free=5) == pytest.approx(ahead_ms + (1 + lacking / used) * step_ms * 100), "seats, then memory"
 
 
 def test_the_plan_of_requests_with_adapters_loads_them_where_they_go() -> None:

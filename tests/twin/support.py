@@ -10,6 +10,7 @@ from motet.shared.model import Slo, WorkerLimits
 from motet.shared.profile import EngineSteps
 from motet.shared.worker_options import WorkerOptions
 from motet.twin.cluster import BusDelays, Cluster
+from motet.twin.link import LinkModel
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import A10_MBGMV, MeasuredSteps, PerfSteps
 from motet.twin.storage import StorageModel
@@ -63,6 +64,7 @@ def spec(
     measured: bool = False,
     adapter_bytes: int = 1 << 30,
     kv_block_bytes: int = 0,
+    link: LinkModel | None = None,
 ) -> WorkerSpec:
     limits = WorkerLimits(
         base_model="base",
@@ -82,6 +84,7 @@ def spec(
         steps=MeasuredSteps(STEPS, A10_MBGMV) if measured else linear,
         storage=StorageModel(host_bytes=host_bytes),
         options=WorkerOptions(prefix_cache=prefix_cache, max_loras=max_loras),
+        link=link,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import bench.rivals  # noqa: F401 (most-idle)
 from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.events import MESSAGE, to_ps
+from motet.twin.link import LinkModel
 from motet.twin.metrics import NEVER
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.workload import Workload
@@ -26,6 +27,7 @@ SETTINGS = {
     "steps by what they read": ({"measured": True}, {}),
     "shared memory": (SHARED, {}),
     "shared memory with a prefix cache": (SHARED | {"prefix_cache": True}, {"prefixes": True}),
+    "copies beside the steps": ({"link": LinkModel(bytes_per_s=1e7, layers=4), "max_loras": 64}, {}),
     "more requests than room": ({"max_running": 4, "max_waiting": 6}, {"rate": 20.0}),
 }
 
