@@ -10,6 +10,7 @@ SCHEDULER_STATUS = "motet.v1.scheduler.status"  # request/reply, queue group: an
 MOVE = "motet.v1.move"  # core: the scheduler that plans -> gateways, a request that should go on elsewhere
 DEMAND = "motet.v1.demand"  # core: scheduler -> schedulers, what it was asked for
 SCALE = "motet.v1.scale"  # core: the scheduler that plans -> schedulers and gateways, how many workers there should be
+HOMES = "motet.v1.homes"  # core: gateway -> the scheduler that plans, the adapters of a plan's workers
 WAKE = "motet.v1.wake"  # core: gateway -> schedulers, requests wait and no worker is there
 OUTCOME = "motet.v1.outcome"  # core: gateway -> predictors, the true length of a finished request
 REGISTRY = "motet.v1.registry"  # request/reply, queue group: one subject per verb below it

@@ -38,6 +38,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "status": ("motet.cli.status:status", "Show workers, queues and memory of a running mesh."),
         "logs": ("motet.cli.logs:logs", "Print the logs of a running mesh."),
         "scale": ("motet.cli.scale:scale", "Show how many workers there should be."),
+        "homes": ("motet.cli.homes:homes", "Show the adapters at home on each worker, or place those of a plan."),
         "rebalance": ("motet.cli.rebalance:rebalance", "Show which requests would move to other workers."),
     },
     "Planning": {

@@ -32,6 +32,8 @@ MOVES = 16
 """Moves for each worker that is far from the mean, at most."""
 INCUMBENT = 1e-6
 """Weight of bytes that were at home elsewhere, beside bytes to load."""
+UNFIT = 2.0**50
+"""Bytes that an adapter counts as on a worker that cannot load it."""
 
 
 def plan(
@@ -112,22 +114,24 @@ def match(
     size_bytes: Mapping[str, int],
     held: Mapping[str, Container[str]],
     before: Mapping[str, Collection[str]] = {},
+    unfit: Mapping[str, Container[str]] = {},
 ) -> dict[str, tuple[str, ...]]:
     """The bin of each worker, such that together they load the fewest bytes; an empty one where there are more workers.
 
     `bins`: adapters that belong on one worker, at most as many bins as workers; `size_bytes`: of each adapter; `held`: the
-    adapters that each worker has loaded, by worker id; `before`: the homes that each had. Raises ValueError for more bins than
-    workers.
+    adapters that each worker has loaded, by worker id; `before`: the homes that each had; `unfit`: the adapters that each
+    cannot load, as few of which get a home there as possible. Raises ValueError for more bins than workers.
     """
     workers = sorted(held)
     if len(bins) > len(workers):
         raise ValueError(f"{len(bins)} bins for {len(workers)} workers")
     missing = np.zeros((len(workers), len(bins)))
     for row, worker in enumerate(workers):
-        there, at_home = held[worker], before.get(worker, ())
+        there, at_home, never = held[worker], before.get(worker, ()), unfit.get(worker, ())
         for column, adapters in enumerate(bins):
             missing[row, column] = sum(
-                size_bytes[one] * ((one not in there) + INCUMBENT * (one not in at_home)) for one in adapters
+                size_bytes[one] * ((one not in there) + INCUMBENT * (one not in at_home)) + UNFIT * (one in never)
+                for one in adapters
             )
     if (missing == missing[:1]).all():  # to every worker each bin costs the same
         return {worker: tuple(bins[row]) if row < len(bins) else () for row, worker in enumerate(workers)}

@@ -120,7 +120,7 @@ class GatewayService:
             ImageParts(self._image_base, self.lanes.pictures, PictureFiles(self.bus)) if self._image_base is not None else None,
         )
         self.intake = Intake(self.bus, self.owner, self.preparer, self.lanes.durable, config, self.limits)
-        self.placements = PlacementWatch(self.bus, ">")
+        self.placements = PlacementWatch(self.bus, ">", self._changed.set)
         await self.adapters.start()
         await self.placements.start()
         self._stack.push_async_callback(self.adapters.stop)

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from motet.services.gateway.config import MAX_BODY_BYTES
-from motet.services.gateway.edge import adapters_api, front, images_api, keys_api, scale_api
+from motet.services.gateway.edge import adapters_api, front, homes_api, images_api, keys_api, scale_api
 from motet.services.gateway.edge.guard import Guard
 from motet.services.gateway.edge.http import (
     Entrance,
@@ -48,6 +48,7 @@ ROUTES: list[Callable[[APIRouter, Gateway, Description], None]] = [
     images_api.add_routes,
     keys_api.add_routes,
     scale_api.add_routes,
+    homes_api.add_routes,
 ]
 """What adds routes that ask for an API key, if keys are used. Plug-ins add theirs (docs/extending.md)."""
 

@@ -10,6 +10,7 @@ from motet.shared.clock import now_s
 from motet.shared.kv import Bucket
 from motet.shared.model import AdapterRef
 from motet.shared.placement import Placement, PlacementWatch
+from motet.shared.wire.homes import PlannedAdapter, SetHomes
 from tests.services.scheduler.support import knows, submit
 from tests.support import eventually
 from tests.support_worker import generate_request, worker_limits
@@ -113,3 +114,45 @@ async def test_nothing_is_placed_while_placement_is_off(bus, schedule, hire):
     await submit(bus, generate_request("r0", rank=8))
     await eventually(lambda: now_s() > asked_s + 1.0)  # ten times as long as another scheduler takes
     assert await bucket.get("w1") is None
+
+
+async def test_the_homes_of_a_plan_go_where_most_of_them_is_loaded_and_stay_when_homes_are_planned_again(bus, schedule, hire):
+    for name in ("w1", "w2"):
+        await hire(name, limits=LIMITS)
+    service = await schedule(placement="on", place_s=3600.0)
+    await knows(service, "w1", "w2")
+    now = await placed(bus, "w1", "w2")
+    await eventually(lambda: service.planner.mine)
+    service.cluster.state.replace_adapters("w2", {"d0": "device", "d1": "device"})
+    planned = [PlannedAdapter(f"d{number}", 8, 64 << 10) for number in range(4)]
+    await bus.publish(subjects.HOMES, SetHomes(base_model="demo", workers=[planned[:2], planned[2:]]))
+    await eventually(lambda: now() == {"w1": ("d2", "d3"), "w2": ("d0", "d1")})
+    await submit(bus, generate_request("r0", rank=8))
+    await service.placer.place()
+    homes = now()
+    assert set(homes["w1"]) >= {"d2", "d3"} and set(homes["w2"]) >= {"d0", "d1"}, homes
+
+
+async def test_a_worker_gets_no_home_of_a_rank_that_it_cannot_load_while_another_one_can(bus, schedule, hire):
+    await hire("low", limits=worker_limits(max_lora_rank=16))
+    await hire("high", limits=worker_limits(max_lora_rank=64))
+    service = await schedule(placement="on", place_s=3600.0)
+    await knows(service, "low", "high")
+    now = await placed(bus, "low", "high")
+    await eventually(lambda: service.planner.mine)
+    service.cluster.state.replace_adapters("low", {"d64": "device"})
+    planned = [[PlannedAdapter("d64", 64, 1 << 20)], [PlannedAdapter("d8", 8, 1 << 20)]]
+    await bus.publish(subjects.HOMES, SetHomes(base_model="demo", workers=planned))
+    await eventually(lambda: now() == {"low": ("d8",), "high": ("d64",)})
+
+
+async def test_a_plan_with_more_workers_than_serve_changes_nothing(bus, schedule, hire):
+    await hire("w1", limits=LIMITS)
+    service = await schedule(placement="on", place_s=3600.0)
+    await knows(service, "w1")
+    now = await placed(bus, "w1")
+    await eventually(lambda: service.planner.mine)
+    one, two = ([PlannedAdapter(name, 8, 1 << 20)] for name in ("d1", "d2"))
+    await bus.publish(subjects.HOMES, SetHomes(base_model="demo", workers=[one, two]))
+    await bus.publish(subjects.HOMES, SetHomes(base_model="demo", workers=[two]))
+    await eventually(lambda: now() == {"w1": ("d2",)})
