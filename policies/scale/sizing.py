@@ -78,7 +78,6 @@ class Look:
     told: int = 0  # workers that there should be by the last decision, whoever made it
     queued: Rates = NOTHING  # requests and tokens that wait on workers, as numbers
     parked: int = 0  # requests that wait at gateways for a first worker
-    woken: bool = False
     asked_s: float = 0.0  # of the last request
     missing: Collection[str] = ()  # names of inputs that are not there
     lead_s: float = 120.0
@@ -94,7 +93,7 @@ class Sizer:
     def look(self, look: Look) -> Decision:
         """Decide. The looks come in order of time."""
         workers = _Workers.of(look)
-        if not workers.current and (look.woken or look.parked or look.queued.requests_s):
+        if not workers.current and (look.parked or look.queued.requests_s):
             self._window.forget()
             return self._say(look, workers, "woken", max(1, self._config.least_workers))
         if look.missing:
@@ -134,7 +133,7 @@ class Sizer:
 
     def _idle(self, look: Look) -> bool:
         config = self._config
-        waiting = look.woken or look.parked or look.queued.requests_s
+        waiting = look.parked or look.queued.requests_s
         return not config.least_workers and 0.0 < config.idle_s <= look.now_s - look.asked_s and not waiting
 
     def _to_zero(self, look: Look, workers: _Workers) -> Decision:

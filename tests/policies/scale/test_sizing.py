@@ -263,12 +263,12 @@ def test_without_a_request_for_long_the_last_worker_leaves() -> None:
     assert sizer.look(look(615.0, 3.0, asked_s=0.0)).reason == "asleep"  # what a forecast still expects wakes nobody
 
 
-@pytest.mark.parametrize("waits", [{"parked": 1}, {"queued": Rates(1.0, 400.0)}, {"woken": True}])
+@pytest.mark.parametrize("waits", [{"parked": 1}, {"queued": Rates(1.0, 400.0)}])
 def test_nobody_falls_asleep_while_something_waits(waits: Mapping[str, object]) -> None:
     assert Sizer(TO_ZERO, needed).look(look(5000.0, 0.0, ready=1, asked_s=0.0, **waits)).desired == 1
 
 
-@pytest.mark.parametrize("waits", [{"parked": 1}, {"queued": Rates(1.0, 400.0)}, {"woken": True}])
+@pytest.mark.parametrize("waits", [{"parked": 1}, {"queued": Rates(1.0, 400.0)}])
 def test_one_worker_starts_at_once_when_something_waits(waits: Mapping[str, object]) -> None:
     found = Sizer(TO_ZERO, needed).look(look(5000.0, 0.0, asked_s=0.0, missing=["NATS"], **waits))
     assert (found.desired, found.reason) == (1, "woken")
@@ -307,7 +307,6 @@ def histories(draw: st.DrawFn) -> list[Look]:
                 starting=starting,
                 leaving=["x"] * draw(st.integers(0, 1)),
                 queued=Rates(draw(st.sampled_from([0.0, 10.0, 1e4])), 0.0),
-                woken=draw(st.booleans()),
                 asked_s=now_s - draw(st.floats(0.0, 1000.0)),
                 missing=draw(st.sampled_from([(), ("NATS",)])),
             )
