@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,8 @@ from tests.support_models import make_adapters, make_checkpoint
 
 NO_WHITESPACE = """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
 """For vLLM: the models of these tests would write nothing else between the parts of a JSON text."""
+VOCABULARY = 288
+"""Of the demo's tokenizer."""
 PATIENCE_S = 120.0
 Deliver = Callable[[StepReport], None]
 
@@ -122,7 +125,9 @@ class Driven:
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if VLLM in ENGINES:  # it needs a tokenizer, and on a CPU heads of at least 32 values
         return DEMO / "model"
-    return make_checkpoint("llama2", tmp_path_factory.mktemp("engines-model"))
+    made = make_checkpoint("llama2", tmp_path_factory.mktemp("engines-model"), vocab_size=VOCABULARY)
+    shutil.copy(DEMO / "model" / "tokenizer.json", made)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -39,8 +39,8 @@ log = logger("motet.worker.engine")
 MAX_AHEAD = 32  # reports
 MAX_COMMANDS = 16_384
 STOP_S = 10.0
-NATIVE: frozenset[Capability] = frozenset()
-"""Motet's own engine has none of the optional capabilities."""
+NATIVE: frozenset[Capability] = frozenset({"structured"})
+"""The optional capabilities of Motet's own engine, for a model with a tokenizer that grammars can be compiled for."""
 
 
 class SteppedEngine(Protocol):
@@ -48,6 +48,9 @@ class SteppedEngine(Protocol):
 
     pause_s: float
     """How long `step` will find nothing to do unless a command comes first."""
+
+    @property
+    def serves(self) -> frozenset[Capability]: ...
 
     @property
     def kv_blocks_free(self) -> int: ...
@@ -116,7 +119,7 @@ class Building(Generic[E]):
 class EngineThread(Generic[E]):
     """An `EngineProtocol`: owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in step order.
 
-    `serves`: the engine's optional capabilities. `has_kv`: the engine has `kv`, blocks that other workers may read.
+    `has_kv`: the engine has `kv`, blocks that other workers may read.
     """
 
     def __init__(
@@ -124,11 +127,11 @@ class EngineThread(Generic[E]):
         build: Callable[[], E],
         deliver: Callable[[StepReport], None],
         *,
-        serves: frozenset[Capability] = NATIVE,
         has_kv: bool = True,
     ) -> None:
         self._build, self._deliver = build, deliver
-        self._serves, self._has_kv = serves, has_kv
+        self._serves: frozenset[Capability] = frozenset()
+        self._has_kv = has_kv
         self._commands: deque[Callable[[E], StepOutput | None]] = deque()
         self._wake = threading.Event()
         self._credits = threading.Semaphore(MAX_AHEAD)
@@ -142,7 +145,7 @@ class EngineThread(Generic[E]):
 
     @property
     def serves(self) -> frozenset[Capability]:
-        """The optional capabilities of the engine."""
+        """The optional capabilities of the engine; none before it has started."""
         return self._serves
 
     @property
@@ -222,6 +225,7 @@ class EngineThread(Generic[E]):
         try:
             engine = self._build()
             engine.take_prefixes()  # what its warm-up cached is nobody's
+            self._serves = engine.serves
         except BaseException as error:
             self._on_loop(_fail, self._built, error)
             return

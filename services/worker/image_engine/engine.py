@@ -25,12 +25,13 @@ from motet.services.worker.engines.request import DrawingStats, EngineRequest, S
 from motet.services.worker.image_engine import samplers
 from motet.services.worker.image_engine.device_adapters import DeviceAdapters
 from motet.services.worker.image_engine.drawing import Drawing
+from motet.services.worker.image_engine.opening import DRAWS
 from motet.services.worker.image_engine.passes import Passes
 from motet.services.worker.image_engine.pictures import write_picture
 from motet.shared.clip_tokenizer import PART_TOKENS, PARTS_MAX
 from motet.shared.clock import now_s as clock_s
 from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
-from motet.shared.model import ImageParams, RequestBrief, WorkerLimits
+from motet.shared.model import Capability, ImageParams, RequestBrief, WorkerLimits
 from motet.shared.telemetry import logger
 from motet.shared.wire.request import TOKEN_BYTES
 from motet.shared.wire.stream import Picture, StreamItem
@@ -70,6 +71,11 @@ class ImageEngine:
         adapters.slots.waited = self._wanted
 
     # ---- the thread's side (`engines.thread.SteppedEngine`)
+
+    @property
+    def serves(self) -> frozenset[Capability]:
+        """It draws."""
+        return DRAWS
 
     @property
     def kv_blocks_free(self) -> int:

@@ -43,4 +43,4 @@ def open_images(config: WorkerConfig, model_dir: Path, wiring: Wiring) -> Opened
         return assemble(config, model_dir, wiring.times, loaded=wiring.loaded)
 
     building = Building(build)
-    return Opened(EngineThread(building, wiring.deliver, serves=DRAWS, has_kv=False), lambda: building.facts)
+    return Opened(EngineThread(building, wiring.deliver, has_kv=False), lambda: building.facts)

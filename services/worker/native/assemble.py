@@ -89,6 +89,7 @@ def assemble(
         config.options,
         perf=lambda: times.model,
         ends=ends,
+        tokenizer=model_dir / "tokenizer.json",
     )
     kv_format = _kv_format(config, model, model_dir, runner) if config.kv.prefix_cache else ""
     limits = _limits(

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from pathlib import Path
 
 from motet.policies.step.batch_core import BatchCore
 from motet.policies.step.batch_state import StepPlan, advance, cache_keys, due_s
@@ -25,8 +27,10 @@ from motet.policies.worker.assemble import DeviceMemory, batch_core
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import EngineLimits, EngineRequest, MergeStats, StepOutput, StepStats
 from motet.services.worker.engines.start_perf import START_PERF
+from motet.services.worker.engines.thread import NATIVE
 from motet.services.worker.native.backend import Backend
 from motet.services.worker.native.copies import DeviceAdapters
+from motet.services.worker.native.grammars import Matcher, grammars_for
 from motet.services.worker.native.kv_io import KvIo
 from motet.services.worker.native.merging import CopyMaker
 from motet.services.worker.native.sampler import Drawn, Sampler
@@ -34,7 +38,7 @@ from motet.services.worker.native.seats import LiveSequence, Seats
 from motet.services.worker.native.step_clock import StepClock
 from motet.shared import clock
 from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
-from motet.shared.model import FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
+from motet.shared.model import Capability, FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
 from motet.shared.telemetry import logger
 from motet.shared.wire.stream import StreamItem
 from motet.shared.worker_options import WorkerOptions
@@ -42,6 +46,8 @@ from motet.shared.worker_options import WorkerOptions
 log = logger("motet.worker.engine")
 TELL_S = 0.5
 """Time between two reports of which mechanisms are on."""
+COMPILING_S = 0.002
+"""Time between two looks at grammars that are being compiled, while there is nothing else to do."""
 
 
 class Engine:
@@ -49,7 +55,7 @@ class Engine:
 
     `perf` returns the present estimate of step times. `cold_start` forces one way to start requests whose adapter is being
     copied. `merging` has the constants of merging, for a backend that can merge. `ends`: tokens that end an answer besides
-    those of the checkpoint's configuration.
+    those of the checkpoint's configuration. `tokenizer`: the model's tokenizer.json, for outputs that follow a grammar.
     """
 
     def __init__(
@@ -61,11 +67,14 @@ class Engine:
         perf: Callable[[], PerfModel] = lambda: START_PERF,
         merging: MergeConfig = MERGE,
         ends: Collection[int] = (),
+        tokenizer: Path | None = None,
     ) -> None:
         self.limits = limits
         self._runner = runner
         self._vocab_size: int = runner.config.vocab_size
         self._eos = frozenset(runner.config.eos_token_ids).union(ends)
+        self._grammars = grammars_for(tokenizer, self._vocab_size, self._eos) if tokenizer is not None else None
+        self._compiling: list[tuple[LiveSequence, Future[Matcher]]] = []  # requests whose grammars are being compiled
         # The KV cache may be smaller than the model's context: a sequence alone in it must fit.
         model_len = limits.max_model_len or runner.config.max_model_len
         self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
@@ -121,6 +130,11 @@ class Engine:
         return self._core
 
     @property
+    def serves(self) -> frozenset[Capability]:
+        """What it serves beyond the common: outputs that follow a grammar, where the model has a tokenizer for that."""
+        return NATIVE if self._grammars is not None else frozenset()
+
+    @property
     def kv_blocks_free(self) -> int:
         """Blocks that a new sequence could get, including unused cached blocks and the memory of idle adapters."""
         return self._core.kv_blocks_free
@@ -159,7 +173,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would compute or report anything, now or after `pause_s`."""
         core = self._core
-        return bool(core.busy or core.slots.loading or self._output.items or self._adapters.changes)
+        return bool(core.busy or core.slots.loading or self._compiling or self._output.items or self._adapters.changes)
 
     def add(self, request: EngineRequest, now_s: float) -> None:
         """Queue a request that arrived at `request.arrival_s`. It takes effect with the next step.
@@ -180,8 +194,35 @@ class Engine:
             stop_token = live.tokens[-1] if finish == "stop" else None
             self._emit(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], finish, stop_token))
             return
-        self._core.start(live, now_s)
         self._changed[request.request_id] = live.brief()
+        if (wanted := request.sampling.structured) is None:
+            self._core.start(live, now_s)
+            return
+        assert self._grammars is not None, "admission lets a grammar in only where the engine serves it"
+        output = live.tokens[live.prompt_tokens :]
+        self._compiling.append((live, self._grammars.matcher(wanted, output, _constraint(request))))
+
+    def _start_compiled(self, now_s: float) -> None:
+        """Start the requests whose grammars are compiled, and answer those whose cannot be."""
+        compiling, self._compiling = self._compiling, []
+        for live, found in compiling:
+            if not found.done():
+                self._compiling.append((live, found))
+                continue
+            try:
+                live.matcher = found.result()
+            except MotetError as error:
+                self._answer(live, error)
+            except Exception as error:
+                log.exception("a grammar was not compiled", extra={"request": live.request.request_id})
+                self._answer(live, MotetError(f"the grammar could not be compiled: {type(error).__name__}: {error}"))
+            else:
+                self._core.start(live, now_s)
+
+    def _answer(self, live: LiveSequence, error: MotetError) -> None:
+        """End a request that the core never had."""
+        self._emit(live, live.request.item(live.output_tokens, "error", error=error))
+        self._changed.pop(live.request.request_id, None)
 
     def cancel(self, request_id: str, epoch: int) -> bool:
         """Stop the request of this id if its epoch is `epoch` or older; its last item says "cancelled"."""
@@ -202,6 +243,8 @@ class Engine:
     def step(self, now_s: float) -> StepOutput:
         """Run one batch through the model. With nothing to run, it only reports what happened since the last step."""
         stats = self._output.stats
+        if self._compiling:
+            self._start_compiled(now_s)
         if self._maker is not None and self._core.busy:
             stats.merge_s = self._maker.advance(self._step_s)
         for digest in self._core.look(self._adapters):
@@ -215,6 +258,8 @@ class Engine:
         self._sweep()
         ran = stats.decode_rows or stats.prefill_requests
         self.pause_s = 0.0 if ran else self._adapters.pause_s(self._core.wait_ms)
+        if self._compiling and not ran:
+            self.pause_s = min(self.pause_s, COMPILING_S) or COMPILING_S
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
         if ran and (now_s >= self._told_s + TELL_S or not self._core.busy):
             self._told_s, stats.mechanisms = now_s, self._core.mechanisms
@@ -264,6 +309,9 @@ class Engine:
     def close(self) -> None:
         """End everything that runs beside the steps."""
         self._runner.close()
+        self._sampler.masks.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def check(self) -> None:
         """Assert that blocks, slots and seats add up (tests, and idle moments)."""
@@ -291,6 +339,8 @@ class Engine:
         for live in plan.admitted:
             self._seats.take(live)
             self._sampler.seat(live.row, live.request.sampling, live.tokens, live.prompt_tokens, live.ending)
+            if live.matcher is not None:
+                self._sampler.masks.seat(live.row, live.matcher)
             if live.admitted_s is None:
                 live.admitted_s, live.cached_prompt_tokens = now_s, min(live.computed, live.prompt_tokens)
             stats.cached_tokens += live.computed  # before its first rows: tokens from the prefix cache
@@ -320,6 +370,8 @@ class Engine:
                 batch.row_slot.fill(-1)
             else:
                 batch.slot_modes, stats.cold_rows = self._adapters.modes(self._core.cold, plan)
+            if self._sampler.masks:
+                self._sampler.masks.begin(rows)
             self.clock.lap("schedule")
             logits = self._runner.forward(batch)
             self.clock.lap("forward")
@@ -354,7 +406,12 @@ class Engine:
         for index, (live, token) in enumerate(zip(drawing, drawn.tokens.tolist(), strict=True)):
             if index in broken:
                 at = f"at output token {live.output_tokens}"
-                if live.request.sampling.bad_words:  # no token may be drawn
+                sampling = live.request.sampling
+                if live.matcher is not None:
+                    why = live.matcher.error or "with the request's other fields it leaves no token to draw"
+                    name = _constraint(live.request)
+                    self._fail(live, BadRequest(f"{name}: {why} {at}", param=name))
+                elif sampling.bad_words:  # no token may be drawn
                     self._fail(live, BadRequest(f"bad_words leaves no token to draw {at}", param="bad_words"))
                 else:
                     self._fail(live, MotetError(f"the model's logits are not finite {at}"), spoiled=True)
@@ -394,7 +451,7 @@ class Engine:
 
     def _sequences(self) -> list[LiveSequence]:
         """Every request of this engine. It looks a request up by its id only to cancel it, so it keeps no index."""
-        return [*self._state.waiting, *self._state.running]
+        return [*self._state.waiting, *self._state.running, *[live for live, _ in self._compiling]]
 
     def _make_live(self, request: EngineRequest) -> LiveSequence:
         sampling, adapter = request.sampling, request.weights
@@ -428,7 +485,10 @@ class Engine:
 
     def _end(self, live: LiveSequence, item: StreamItem, *, spoiled: bool = False) -> None:
         self._emit(live, item)
-        self._core.end(live, spoiled=spoiled)
+        if any(live is one for one, _ in self._compiling):
+            self._compiling = [one for one in self._compiling if one[0] is not live]
+        else:
+            self._core.end(live, spoiled=spoiled)
         self._leave(live)
         self._changed.pop(live.request.request_id, None)
 
@@ -484,6 +544,11 @@ class Engine:
     def _sweep(self) -> None:
         for digest, slot in self._core.sweep():
             self._adapters.left(digest, slot)
+
+
+def _constraint(request: EngineRequest) -> str:
+    """The request's field that says what its output must look like."""
+    return request.needs.get("structured", "structured_outputs")
 
 
 def _finish_of(live: LiveSequence) -> FinishReason | None:

@@ -1,10 +1,10 @@
 """Draws the next token of many sequences at once.
 
 A sequence has a *row* in the sampler's arrays from its admission to its end; a step names the rows it wants tokens for.
-Per row, in this order (vLLM's): raw log-probabilities are read off (before anything below changes the logits),
-allowed_token_ids, bad_words, logit_bias, ban of ending tokens before min_tokens, repetition penalty over prompt and output,
-frequency and presence penalty over the output; then either the argmax (temperature 0), or temperature, min_p, top_k, top_p,
-and one draw, by the rules of kernels/sampling.py.
+Per row, in this order (vLLM's): raw log-probabilities are read off (before anything below changes the logits), tokens
+outside of its grammar (`masks`), allowed_token_ids, bad_words, logit_bias, ban of ending tokens before min_tokens, repetition
+penalty over prompt and output, frequency and presence penalty over the output; then either the argmax (temperature 0), or
+temperature, min_p, top_k, top_p, and one draw, by the rules of kernels/sampling.py.
 
 The noise of a draw is one uniform number, a hash of (seed, position in prompt + output). Neither state nor batch enters, so a
 sequence that is preempted or continued elsewhere draws what it would have drawn.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +23,13 @@ from torch import Tensor
 from motet.kernels.sampling import Draws, draws_for
 from motet.kernels.types import DrawRules
 from motet.services.worker.native.bans import Bans
+from motet.services.worker.native.masks import Masks
 from motet.services.worker.native.penalties import Penalised, PenaltyCounts
 from motet.shared.model import SamplingParams
 from motet.shared.wire.stream import TokenLogprobs
+
+if TYPE_CHECKING:
+    from motet.services.worker.native.grammars import Matcher
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them would overflow
 
@@ -51,6 +56,7 @@ class _Batch:
     min_length: np.ndarray | None
     bias: tuple[Tensor, Tensor, Tensor] | None  # index in batch, token id, value; flat over all biased rows
     bans: list[tuple[int, Bans]]  # index in batch
+    matchers: list[tuple[int, Matcher]]  # index in batch, of rows with a grammar
     penalised: Penalised | None
     draws: Draws
     drawing: bool  # whether any row has a temperature
@@ -73,6 +79,8 @@ class Sampler:
         self._bias: dict[int, dict[int, float]] = {}  # rows with logit_bias
         self._bans: dict[int, Bans] = {}  # rows that may not draw everything
         self._penalties = PenaltyCounts()
+        self.masks = Masks()
+        """Of the rows with a grammar."""
         self._batch: _Batch | None = None
 
     @torch.inference_mode()
@@ -101,6 +109,7 @@ class Sampler:
         self._ending.pop(row, None)
         self._bias.pop(row, None)
         self._bans.pop(row, None)
+        self.masks.leave(row)
         self._penalties.leave(row)
         self._batch = None
 
@@ -115,6 +124,8 @@ class Sampler:
         if batch is None or not np.array_equal(batch.rows, rows):
             batch = self._batch = self._gather(rows, logits.device)
         raw = _raw_logprobs(logits, batch.logprobs)
+        if batch.matchers:
+            self.masks.apply(logits, batch.matchers)
         for at, bans in batch.bans:
             bans.apply(logits[at])
         if batch.bias is not None:
@@ -131,6 +142,9 @@ class Sampler:
         for at, bans in batch.bans:
             bans.count(int(tokens[at]))
         finite = np.isfinite(best)
+        for at, matcher in batch.matchers:
+            if finite[at]:
+                matcher.take((int(tokens[at]),))
         broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
         return Drawn(tokens, broken, _read_logprobs(raw, batch.logprobs, tokens))
 
@@ -152,6 +166,7 @@ class Sampler:
             min_length=min_length if min_length.any() else None,
             bias=bias,
             bans=[(i, self._bans[row]) for i, row in enumerate(rows.tolist()) if row in self._bans] if self._bans else [],
+            matchers=self.masks.among(rows),
             penalised=self._penalties.among(rows, device),
             draws=draws_for(rules, self.vocab_size, device),
             drawing=bool(rules.drawing.any()),

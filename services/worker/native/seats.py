@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from motet.policies.step.batch_state import Sequence, StepPlan
 from motet.services.worker.engines.request import EngineRequest, StepStats
 from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.model import RequestBrief
+
+if TYPE_CHECKING:
+    from motet.services.worker.native.grammars import Matcher
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -26,6 +30,7 @@ class LiveSequence(Sequence):
     cached_prompt_tokens: int = 0  # found in the prefix cache then
     cold_since_s: float = 0.0  # when its way in was first chosen, and the time to first token that was predicted then
     cold_ttft_ms: float = 0.0
+    matcher: Matcher | None = None  # of its grammar, after the output so far
 
     @property
     def output_tokens(self) -> int:

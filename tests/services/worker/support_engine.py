@@ -154,7 +154,7 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
             **runner_options,
         )
     )
-    return Engine(runner_class(**vars(backend)), limits, decides, **options)
+    return Engine(runner_class(**vars(backend)), limits, decides, tokenizer=model_dir / "tokenizer.json", **options)
 
 
 def wiring() -> Wiring:

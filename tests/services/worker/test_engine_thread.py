@@ -13,7 +13,7 @@ from motet.services.worker.engines.request import EngineRequest, StepOutput, Ste
 from motet.services.worker.engines.thread import EngineThread
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, WorkerLost
-from motet.shared.model import SamplingParams
+from motet.shared.model import Capability, SamplingParams
 from motet.shared.wire.request import unpack_tokens
 from motet.shared.wire.stream import StreamItem
 from tests.support import eventually
@@ -23,6 +23,7 @@ class ScriptedEngine:
     """One token per request and step. The test decides what fails. Checks that only one thread calls it."""
 
     kv_blocks_free, adapter_bytes_free = 10, 20
+    serves: frozenset[Capability] = frozenset()
     pause_s = 0.0
     merges = False
 
