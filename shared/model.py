@@ -23,7 +23,7 @@ ADAPTER_NAME_RULE = (
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-Capability = Literal["structured", "prompt_logprobs", "embeddings", "images", "draws"]
+Capability = Literal["structured", "resumes_structured", "prompt_logprobs", "embeddings", "images", "draws"]
 """What only some engines can do: constrain the output to a grammar; tell the log-probabilities of the prompt's tokens; make
 embeddings of texts; read the images of a prompt; make pictures. A worker announces the capabilities of its engine. A request
 lists the capabilities that it needs, and goes to a worker that announces them all. A worker with "embeddings" has a pooling

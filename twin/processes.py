@@ -327,6 +327,9 @@ class Gateway(Process):
     def coming(self) -> bool:
         return not self.serving() and any(worker.dead for worker in self._workers.values())
 
+    def resumes_structured(self) -> bool:
+        return self.seen.any_can("resumes_structured")
+
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
         return self.seen.forgot(worker_id, request_id, epoch, since_s)
 

@@ -78,7 +78,7 @@ class Owned:
 
     def __init__(self, request_id: str, max_tokens: int, *, constrained: bool, now_s: float) -> None:
         self.request_id, self.max_tokens = request_id, max_tokens
-        self.constrained = constrained  # to a grammar: another worker cannot continue its output
+        self.constrained = constrained  # to a grammar: not every worker can continue its output
         self.phase: Phase = "placing"
         self.opened = False  # a worker has had it
         self.parked_s = 0.0  # since when it has waited for a first worker; 0 while it has not

@@ -13,7 +13,8 @@ Rules:
    Frames that arrive before the answer, or instead of it, count as the answer.
 4. A scheduler may ask for a move: the request is submitted again, in the next epoch, for the worker that it names. This is no
    loss.
-5. A request whose output is constrained to a grammar starts again without the tokens so far, or is ended.
+5. A request whose output is constrained to a grammar goes on where a worker can follow the grammar from the middle of an
+   output. Without such a worker it starts again without the tokens so far, or is ended.
 6. A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
 7. A new request that finds no worker is parked while one starts: it is submitted again when that one serves, and not before,
    for at most `park_s`. Then it also waits for room, since requests that came first are not refused for those that came with
@@ -78,6 +79,9 @@ class Mesh(Protocol):
 
     def coming(self) -> bool:
         """Whether none serves, but one loads its model, or is started when a request comes."""
+
+    def resumes_structured(self) -> bool:
+        """Whether a worker can continue an output that is constrained to a grammar."""
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
         """Whether a state that was sent after `since_s` shows that the worker does not have the request."""
@@ -312,7 +316,7 @@ class OwnerCore:
         if owned is None or owned.epoch != asked.epoch or owned.worker_id in (None, asked.to):
             return
         begun, was = len(owned.tokens), owned.worker_id
-        if begun >= owned.max_tokens or (begun and owned.constrained):
+        if begun >= owned.max_tokens or (begun and owned.constrained and not self._mesh.resumes_structured()):
             return  # only its last item is missing, or no other worker can continue it
         assert was is not None
         self._cancel(owned, asked.kv)
@@ -336,10 +340,8 @@ class OwnerCore:
         self._actions.append(Told("resumed", why, owned))
 
     def _can_go_on(self, owned: Owned) -> bool:
-        """Rule 5: no engine can continue a grammar in the middle of an output. The request begins again if none of its output
-        was shown, and is ended otherwise.
-        """
-        if not owned.constrained or not owned.tokens or owned.begin_again():
+        """Rule 5. Where nobody can continue it, the request begins again if none of its output was shown, and is ended otherwise."""
+        if not owned.constrained or not owned.tokens or self._mesh.resumes_structured() or owned.begin_again():
             return True
         reason = "its worker was lost, and no other can continue an output that is constrained to a grammar"
         self._fail(owned, self._lost(reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from motet.policies.cluster.worker_book import Holdings, Shelf, WorkerBook
+from motet.shared.model import Capability
 from motet.shared.wire.worker_state import WorkerSnapshot, WorkerState
 
 SCHEMES_MAX = 4
@@ -33,6 +34,10 @@ class WorkersSeen:
         """How workers name cached blocks: (tokens in a block, whether tenants share those of the base model)."""
         limits = [known.limits for known in self.book if known.limits.prefix_cache]
         return sorted({(one.block_size, one.prefix_cache == "base") for one in limits})[:SCHEMES_MAX]
+
+    def any_can(self, capability: Capability) -> bool:
+        """Whether a worker that takes requests has this capability."""
+        return any(capability in known.limits.capabilities and not known.draining for known in self.book)
 
     def silent(self, now_s: float) -> list[str]:
         """The workers without a message for too long."""

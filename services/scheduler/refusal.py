@@ -17,6 +17,7 @@ from motet.shared.model import SLO_MAX_MS, Capability
 
 MEANINGS: dict[str, str] = {
     "structured": "structured outputs",
+    "resumes_structured": "structured outputs from their middle on",
     "prompt_logprobs": "log-probabilities of prompts",
     "embeddings": "embeddings",
     "images": "images",

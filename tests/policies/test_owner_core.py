@@ -44,6 +44,7 @@ class World:
 
     def __init__(self) -> None:
         self.here, self.dead, self.is_coming, self.forgets = ["w1", "w2"], set[str](), False, False
+        self.follows = False
 
     def serving(self) -> list[str]:
         return self.here
@@ -53,6 +54,9 @@ class World:
 
     def coming(self) -> bool:
         return self.is_coming
+
+    def resumes_structured(self) -> bool:
+        return self.follows
 
     def forgot(self, *_: Any) -> bool:
         return self.forgets
@@ -266,7 +270,17 @@ def test_a_move_names_the_next_worker_and_where_the_kv_blocks_are(core: OwnerCor
     assert core.on(MoveAsked("r", 0, "w2"), 1.1) == [], "it is in another epoch"
 
 
-def test_a_constrained_output_that_was_shown_cannot_go_on_elsewhere(core: OwnerCore) -> None:
+def test_a_constrained_output_goes_on_where_a_worker_can_follow_its_grammar(core: OwnerCore, world: World) -> None:
+    world.follows = True
+    owned = Taken(constrained=True)
+    running(core, owned, tokens=2)
+    submit = core.on(WorkerGone("w1"), 1.1)[-1]
+    assert isinstance(submit, Submit) and submit.epoch == 1 and len(owned.tokens) == 2
+    core.on(Answered(owned, 1, "w2"), 1.2)
+    assert Told("moved", "w3", owned) in core.on(MoveAsked("r", 1, "w3"), 1.3)
+
+
+def test_a_constrained_output_that_was_shown_cannot_go_on_where_no_worker_follows_grammars(core: OwnerCore) -> None:
     owned = Taken(constrained=True)
     running(core, owned, tokens=2)
     assert core.on(MoveAsked("r", 0, "w2"), 1.0) == []

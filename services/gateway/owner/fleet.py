@@ -12,6 +12,7 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
+from motet.shared.model import Capability
 from motet.shared.telemetry import logger
 from motet.shared.wire.admin import ClusterStatus, StatusReply, StatusRequest
 from motet.shared.wire.scale import OLD_MS, Reason, Sized
@@ -116,6 +117,10 @@ class Fleet:
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
         """Whether a snapshot taken after `since_s` shows that the worker does not have this request."""
         return self._seen.forgot(worker_id, request_id, epoch, since_s)
+
+    def any_can(self, capability: Capability) -> bool:
+        """Whether a worker that takes requests has this capability."""
+        return self._seen.any_can(capability)
 
     def max_model_len(self, default: int) -> int:
         """The longest sequence that any worker accepts, in tokens; `default` without workers."""

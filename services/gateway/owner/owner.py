@@ -266,6 +266,9 @@ class Owner:
     def coming(self) -> bool:
         return self._fleet.coming()
 
+    def resumes_structured(self) -> bool:
+        return self._fleet.any_can("resumes_structured")
+
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
         return self._fleet.forgot(worker_id, request_id, epoch, since_s)
 
@@ -410,11 +413,13 @@ class Owner:
                 state, state_step = b"", 0  # the steps are repeated
             image = msgspec.structs.replace(job.image, state=state, state_step=state_step)
             return msgspec.structs.replace(request, image=image)
+        if stream.tokens and "structured" in job.needs:
+            request = msgspec.structs.replace(request, needs=job.needs | {"resumes_structured": job.needs["structured"]})
         if stream.prompt_logprobs is None:
             return request
         # known from an earlier epoch: any worker can do the rest
         sampling = msgspec.structs.replace(job.sampling, prompt_logprobs=None)
-        needs = {word: field for word, field in job.needs.items() if word != "prompt_logprobs"}
+        needs = {word: field for word, field in request.needs.items() if word != "prompt_logprobs"}
         return msgspec.structs.replace(request, sampling=sampling, needs=needs)
 
     def _park(self, stream: Stream) -> None:

@@ -37,6 +37,8 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000, step_lexer_fuel=400_000, step_max_items=100_000, max_lexer_states=25_000, verbose_errors=False
 )
 """Of one grammar: 40 ms to prepare it, 30 ms for a mask, and 1 to 2 kB for each state of its lexer."""
+WHITESPACE = r"[ \n\r\t]{1,64}"
+"""Between the parts of a JSON text. Without a bound, models that were not trained for JSON write nothing else to the end."""
 NAMES = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "structural_tag": "structural tag"}
 _PUNCTUATION = frozenset(r"""!"#$%&'()*+,-./:;<=>?@[\]^_`{|}~""")
 
@@ -68,8 +70,8 @@ def _json(wanted: StructuredOutput) -> str:
     if wanted.disable_additional_properties:
         _close(schema)
     options: JsonCompileOptions = {"whitespace_flexible": not wanted.disable_any_whitespace}
-    if wanted.whitespace_pattern:
-        options["whitespace_pattern"] = wanted.whitespace_pattern
+    if not wanted.disable_any_whitespace:
+        options["whitespace_pattern"] = wanted.whitespace_pattern or WHITESPACE
     return LLMatcher.grammar_from_json_schema(schema, defaults=options)
 
 
