@@ -340,7 +340,7 @@ class OwnerCore:
         self._actions.append(Told("resumed", why, owned))
 
     def _can_go_on(self, owned: Owned) -> bool:
-        """Rule 5. Where nobody can continue it, the request begins again if none of its output was shown, and is ended otherwise."""
+        """Rule 5. Where nobody can continue it, the request begins again if none of its output was shown, else it is ended."""
         if not owned.constrained or not owned.tokens or self._mesh.resumes_structured() or owned.begin_again():
             return True
         reason = "its worker was lost, and no other can continue an output that is constrained to a grammar"

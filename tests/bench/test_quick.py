@@ -25,6 +25,7 @@ OPTIONS = {
     "start": ["--model", "XS"],
 }
 FIGURES = {
+    "structured": {"structured_cost", "schemas", "outputs_invalid", "hostile_ms_max", "hostile_mask_ms_max"},
     "autoscale": {"worker_hours_vs_oracle", "attainment", "flaps_per_day", "late_minutes", "days"},
     "adaptive": {"auto_vs_best_fixed", "auto_vs_off", "worst_workload", "live_auto_vs_off", "live_auto_vs_best_fixed"},
     "cluster": {

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer
 
 from motet.examples.demo import DEMO
 from motet.kernels.cpu import available_isas
@@ -112,6 +113,10 @@ class Driven:
         """All tokens of a request, once it has ended."""
         await self.ended(request)
         return [token for item in self.items(request.request_id, request.epoch) for token in item.tokens]
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of tokens, by the demo's tokenizer."""
+        return Tokenizer.from_file(str(DEMO / "model" / "tokenizer.json")).decode(tokens)
 
     def on_device(self) -> set[str]:
         """The adapters on the device, as reported."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -182,6 +183,56 @@ async def test_a_constraint_holds_where_it_is_declared(
     assert end.finish == "stop" or constraint.kind == "json_object"
 
 
+async def test_an_output_in_a_grammar_goes_on_from_its_middle_as_it_would_have(driven: Driven) -> None:
+    if "resumes_structured" not in driven.engine.serves:
+        pytest.skip("the engine cannot")
+    shape = StructuredOutput(kind="regex", value="([ab]{2}[0-9]){40}")
+    for temperature in (0.0, 1.0):
+        whole = request(f"whole {temperature}", [5, 6, 7], structured=shape, max_tokens=60, temperature=temperature, seed=7)
+        driven.engine.add(whole)
+        tokens = await driven.tokens(whole)
+        for known in (1, 20, 59):
+            name, epoch = f"resumed {temperature}", known
+            more = {"structured": shape, "max_tokens": 60, "temperature": temperature, "seed": 7}
+            resumed = request(name, [5, 6, 7], output=tokens[:known], epoch=epoch, **more)
+            driven.engine.add(resumed)
+            assert tokens[known:] == await driven.tokens(resumed), f"after {known} tokens"
+
+
+async def test_outputs_with_and_without_a_grammar_are_in_a_batch_what_they_are_alone(driven: Driven) -> None:
+    if "structured" not in driven.engine.serves:
+        pytest.skip("the engine has none")
+    shape = StructuredOutput(kind="regex", value="([ab]{2}[0-9]){40}")
+    plain = {"max_tokens": 30, "temperature": 1.0, "seed": 3}
+    wanted = [({"structured": shape} if number % 2 else {}) | plain | {"seed": number} for number in range(4)]
+    adapters = [None, driven.adapters[0], driven.adapters[1], None]
+    alone = []
+    for number, (sampling, adapter) in enumerate(zip(wanted, adapters, strict=True)):
+        one = request(f"alone {number}", [1, number + 2], adapter, **sampling)
+        driven.engine.add(one)
+        alone.append(await driven.tokens(one))
+    together = [
+        request(f"together {number}", [1, number + 2], adapter, **sampling)
+        for number, (sampling, adapter) in enumerate(zip(wanted, adapters, strict=True))
+    ]
+    for one in together:
+        driven.engine.add(one)
+    found = [await driven.tokens(one) for one in together]
+    if driven.resumes_sampled:  # tokens do not depend on the batch
+        assert found == alone
+    assert all(re.fullmatch("([ab]{2}[0-9])*[ab]{0,2}", driven.text(tokens)) for tokens in found[1::2])
+
+
+async def test_a_request_is_cancelled_while_its_grammar_is_compiled(driven: Driven) -> None:
+    if "structured" not in driven.engine.serves:
+        pytest.skip("the engine has none")
+    schema = json.dumps({"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(500)}})
+    one = request("r", [1, 2], structured=StructuredOutput(kind="json", value=schema), max_tokens=200)
+    driven.engine.add(one)
+    driven.engine.cancel("r", 0)
+    assert (await driven.ended(one)).finish == "cancelled"
+
+
 async def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(driven: Driven) -> None:
     if "structured" not in driven.engine.serves:
         pytest.skip("the engine has none")
@@ -190,7 +241,7 @@ async def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(drive
         request("grammar", [1], structured=StructuredOutput(kind="grammar", value="root := ::")),
         request("json", [1], structured=StructuredOutput(kind="json", value='{"type": "nothing"}')),
         request("choice", [1], structured=StructuredOutput(kind="choice", value="[]")),
-        request("resumed", [1], output=[5], structured=StructuredOutput(kind="regex", value="a+")),
+        request("resumed", [1], output=[12], structured=StructuredOutput(kind="regex", value="a+")),
     ]
     right = request("right", [1, 2])
     for one in (*wrong, right):

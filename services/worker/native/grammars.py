@@ -33,13 +33,16 @@ KEPT = 64
 THREADS = 1
 WAITING = 256
 """Grammars that may wait to be compiled; more are refused."""
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=2_000_000, step_lexer_fuel=400_000, step_max_items=100_000, max_lexer_states=25_000, verbose_errors=False
-)
-"""Of one grammar: 40 ms to prepare it, 30 ms for a mask, and 1 to 2 kB for each state of its lexer."""
-WHITESPACE = r"[ \n\r\t]{1,64}"
-"""Between the parts of a JSON text. Without a bound, models that were not trained for JSON write nothing else to the end."""
+LIMITS = LLParserLimits(max_lexer_states=25_000, max_grammar_size=200_000, verbose_errors=False)
+"""Of one grammar: its symbols, and the states of its lexer, of 1 to 2 kB each. The others are llguidance's own, with which a
+mask takes at most some 60 ms."""
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Formats of strings that are kept to. All others are remarks, as in JSON Schema."""
+BLANKS_MAX = 32
+"""Tokens of white space in a row in a JSON text. Models that were not trained for JSON would write nothing else to the end."""
 NAMES = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "structural_tag": "structural tag"}
+VALUES = ("const", "enum", "default", "examples")
+"""Keywords of a schema whose values are no schemas."""
 _PUNCTUATION = frozenset(r"""!"#$%&'()*+,-./:;<=>?@[\]^_`{|}~""")
 
 
@@ -47,12 +50,12 @@ class GrammarError(ValueError):
     """A grammar that cannot be compiled, or is too large for `LIMITS`."""
 
 
-def grammar_of(wanted: StructuredOutput) -> str:
-    """What llguidance compiles for a constraint. Raises GrammarError."""
+def grammar_of(wanted: StructuredOutput, *, loosely: bool = False) -> str:
+    """What llguidance compiles for a constraint. Raises GrammarError. `loosely`: of a schema's `oneOf`, several may hold."""
     try:
         match wanted.kind:
             case "json" | "json_object":
-                return _json(wanted)
+                return _json(wanted, loosely=loosely)
             case "regex":
                 return LLMatcher.grammar_from_regex(wanted.value)
             case "choice":
@@ -65,14 +68,27 @@ def grammar_of(wanted: StructuredOutput) -> str:
         raise GrammarError(str(error) or type(error).__name__) from None
 
 
-def _json(wanted: StructuredOutput) -> str:
+def _json(wanted: StructuredOutput, *, loosely: bool) -> str:
     schema: Any = json.loads(wanted.value) if wanted.kind == "json" else {"type": "object"}
+    _drop_formats(schema)
     if wanted.disable_additional_properties:
         _close(schema)
-    options: JsonCompileOptions = {"whitespace_flexible": not wanted.disable_any_whitespace}
-    if not wanted.disable_any_whitespace:
-        options["whitespace_pattern"] = wanted.whitespace_pattern or WHITESPACE
+    options: JsonCompileOptions = {"whitespace_flexible": not wanted.disable_any_whitespace, "coerce_one_of": loosely}
+    if wanted.whitespace_pattern:
+        options["whitespace_pattern"] = wanted.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(schema, defaults=options)
+
+
+def _drop_formats(schema: Any) -> None:
+    if isinstance(schema, list):
+        for one in schema:
+            _drop_formats(one)
+    elif isinstance(schema, dict):
+        if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+            del schema["format"]
+        for name, one in schema.items():
+            if name not in VALUES:
+                _drop_formats(one)
 
 
 def _close(schema: Any) -> None:
@@ -84,7 +100,7 @@ def _close(schema: Any) -> None:
         if isinstance(schema.get("properties"), dict) or isinstance(schema.get("patternProperties"), dict):
             schema.setdefault("additionalProperties", False)
         for name, one in schema.items():
-            if name not in ("const", "enum", "default", "examples"):
+            if name not in VALUES:
                 _close(one)
 
 
@@ -108,12 +124,15 @@ def _structural_tag(given: Any) -> str:
 
 
 class Matcher:
-    """What one sequence may draw next. Not for several threads at once."""
+    """What one sequence may draw next. Not for several threads at once.
 
-    __slots__ = ("_matcher", "mask")
+    `blanks`: the tokens of white space as bits, like `mask`, for a JSON text; of them at most `BLANKS_MAX` follow each other.
+    """
 
-    def __init__(self, matcher: LLMatcher, words: int) -> None:
-        self._matcher = matcher
+    __slots__ = ("_blanks", "_in_a_row", "_matcher", "mask")
+
+    def __init__(self, matcher: LLMatcher, words: int, blanks: np.ndarray | None = None, in_a_row: int = 0) -> None:
+        self._matcher, self._blanks, self._in_a_row = matcher, blanks, in_a_row
         self.mask = np.zeros(words, np.int32)
         """The tokens that may come next as bits, int32 [vocabulary / 32]; valid after `fill`."""
 
@@ -122,17 +141,31 @@ class Matcher:
         """Why nothing may come any more; "" while all is well."""
         return str(self._matcher.get_error())
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the output is whole."""
+        return bool(self._matcher.is_accepting())
+
     def fill(self) -> None:
         """Compute the mask for the next token. Other Python threads go on meanwhile."""
         self._matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        if self._blanks is not None and self._in_a_row >= BLANKS_MAX:
+            others = self.mask & ~self._blanks
+            if others.any():
+                self.mask[:] = others
 
     def take(self, tokens: Sequence[int]) -> bool:
         """These tokens were drawn. Returns False, and never allows anything again, if they do not fit."""
-        return self._matcher.is_stopped() or bool(self._matcher.consume_tokens(list(tokens)))
+        if self._blanks is not None:
+            for token in tokens:
+                blank = int(self._blanks[token >> 5]) >> (token & 31) & 1
+                self._in_a_row = self._in_a_row + 1 if blank else 0
+        ended = self._matcher.is_stopped() and not self.error
+        return ended or bool(self._matcher.consume_tokens(list(tokens)))
 
     def copy(self) -> Matcher:
         """Another one in the same state."""
-        return Matcher(self._matcher.deep_copy(), len(self.mask))
+        return Matcher(self._matcher.deep_copy(), len(self.mask), self._blanks, self._in_a_row)
 
 
 def grammars_for(tokenizer: Path, vocab_size: int, ends: Collection[int]) -> Grammars | None:
@@ -154,7 +187,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Path, vocab_size: int, ends: Collection[int]) -> None:
         self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=sorted(ends) or None)
-        self._words = -(-vocab_size // 32)
+        self._vocab_size, self._words = vocab_size, -(-vocab_size // 32)
+        self._blanks: np.ndarray | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
         self._known: OrderedDict[StructuredOutput, Matcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -186,7 +220,10 @@ class Grammars:
     def _compiled(self, wanted: StructuredOutput) -> Matcher:
         known = self._known.get(wanted)
         if known is None:
-            known = Matcher(LLMatcher(self._tokenizer, grammar_of(wanted), log_level=0, limits=LIMITS), self._words)
+            json_text = wanted.kind in ("json", "json_object")
+            known = self._matcher(grammar_of(wanted), json_text=json_text)
+            if "coerce_one_of" in known.error:  # alternatives that could hold together: any of them will do, as in vLLM
+                known = self._matcher(grammar_of(wanted, loosely=True), json_text=json_text)
             if known.error:
                 raise GrammarError(known.error)
             if len(self._known) >= KEPT:
@@ -194,6 +231,23 @@ class Grammars:
             self._known[wanted] = known
         self._known.move_to_end(wanted)
         return known
+
+    def _matcher(self, grammar: str, *, json_text: bool) -> Matcher:
+        made = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        return Matcher(made, self._words, self._blank_tokens() if json_text else None)
+
+    def _blank_tokens(self) -> np.ndarray:
+        """The tokens of white space as bits, int32 [vocabulary / 32]."""
+        if self._blanks is None:
+            decode = self._tokenizer.decode_bytes
+            blank = [bool(text := decode([token])) and not text.strip(b" \n\r\t") for token in range(self._vocab_size)]
+            bits = np.packbits(np.array(blank), bitorder="little")
+            self._blanks = np.pad(bits, (0, 4 * self._words - len(bits))).view(np.int32)
+        return self._blanks
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return str(self._tokenizer.decode_str(list(tokens)))
 
     def close(self) -> None:
         """End the thread."""
