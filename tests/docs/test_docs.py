@@ -15,8 +15,7 @@ import yaml
 from motet.cli.up import up
 from motet.services.gateway.config import GatewayConfig
 from motet.services.worker.config import WorkerConfig
-from motet.services.worker.engines.thread import NATIVE
-from motet.services.worker.image_engine.opening import DRAWS
+from motet.services.worker.engines.protocol import DRAWS, NATIVE
 from motet.services.worker.vllm_engine.engine import POOLING, VLLM
 from motet.shared import subjects
 from motet.shared.config import fields

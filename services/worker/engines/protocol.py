@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from motet.services.worker.engines.adapter_weights import HostAdapter
 
 
+NATIVE: frozenset[Capability] = frozenset({"structured", "resumes_structured"})
+"""The optional capabilities of Motet's own engine, for a model with a tokenizer that grammars can be compiled for."""
+DRAWS: frozenset[Capability] = frozenset({"draws"})
+"""Those of the image engine."""
+
+
 class KvAccess(Protocol):
     """The KV blocks of an engine, for copies between workers (`policies.memory.kv_travel`). `name` identifies a copy.
 

@@ -39,8 +39,6 @@ log = logger("motet.worker.engine")
 MAX_AHEAD = 32  # reports
 MAX_COMMANDS = 16_384
 STOP_S = 10.0
-NATIVE: frozenset[Capability] = frozenset({"structured", "resumes_structured"})
-"""The optional capabilities of Motet's own engine, for a model with a tokenizer that grammars can be compiled for."""
 
 
 class SteppedEngine(Protocol):

@@ -21,11 +21,11 @@ import numpy as np
 from motet.policies.step.image_batch import ImageBatch, ImageBatchLimits, ImagePlan, due_s
 from motet.policies.times.image_times import Bucket, ImageTimes
 from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.protocol import DRAWS
 from motet.services.worker.engines.request import DrawingStats, EngineRequest, StepOutput, StepStats
 from motet.services.worker.image_engine import samplers
 from motet.services.worker.image_engine.device_adapters import DeviceAdapters
 from motet.services.worker.image_engine.drawing import Drawing
-from motet.services.worker.image_engine.opening import DRAWS
 from motet.services.worker.image_engine.passes import Passes
 from motet.services.worker.image_engine.pictures import write_picture
 from motet.shared.clip_tokenizer import PART_TOKENS, PARTS_MAX

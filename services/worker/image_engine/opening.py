@@ -10,12 +10,9 @@ from motet.services.worker.engines.opening import Opened, Wiring
 from motet.services.worker.engines.thread import Building, EngineThread
 from motet.shared.config import ConfigError
 from motet.shared.malloc import uncollected
-from motet.shared.model import Capability
 
 if TYPE_CHECKING:
     from motet.services.worker.image_engine.assemble import Assembly
-
-DRAWS: frozenset[Capability] = frozenset({"draws"})
 
 
 def open_images(config: WorkerConfig, model_dir: Path, wiring: Wiring) -> Opened:

@@ -25,9 +25,9 @@ from motet.policies.step.merged_copy import MERGE, MergedCopy
 from motet.policies.step.plan_numbers import count_plan
 from motet.policies.worker.assemble import DeviceMemory, batch_core
 from motet.services.worker.engines.adapter_weights import HostAdapter
+from motet.services.worker.engines.protocol import NATIVE
 from motet.services.worker.engines.request import EngineLimits, EngineRequest, MergeStats, StepOutput, StepStats
 from motet.services.worker.engines.start_perf import START_PERF
-from motet.services.worker.engines.thread import NATIVE
 from motet.services.worker.native.backend import Backend
 from motet.services.worker.native.copies import DeviceAdapters
 from motet.services.worker.native.grammars import Matcher, grammars_for

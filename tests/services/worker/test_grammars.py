@@ -144,13 +144,11 @@ def test_a_matcher_after_an_output_allows_what_the_one_that_saw_it_does(grammars
 
 def test_compiled_grammars_are_remembered_and_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT", 2)
-    made = Grammars(DEMO / "model" / "tokenizer.json", 288, {END})
-    compiled = list[str]()
-    own = made._matcher
-    monkeypatch.setattr(made, "_matcher", lambda grammar, **more: (compiled.append(grammar), own(grammar, **more))[1])
+    made, compiled, own = Grammars(DEMO / "model" / "tokenizer.json", 288, {END}), list[str](), module.grammar_of
+    monkeypatch.setattr(module, "grammar_of", lambda wanted: (compiled.append(wanted.value), own(wanted))[1])
     for word in ("a", "b", "a", "c", "a", "b"):
         made.matcher(StructuredOutput(kind="regex", value=word), (), "f").result()
-    assert len(compiled) == 4, "the last b was forgotten when c came"
+    assert compiled == ["a", "b", "c", "b"], "b was forgotten when c came"
     made.close()
 
 
