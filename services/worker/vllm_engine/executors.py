@@ -4,6 +4,7 @@ vLLM's environment imports this file."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -53,7 +54,7 @@ class WorkerExtension:
         manager, model = self._lora_manager(), self._lora_manager().model
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         mapper = mapper.get_rename_mapper() if mapper is not None else None
-        known = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+        known = self._lora_names({*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)})
         skipped = tuple(getattr(model, "lora_skip_prefixes", None) or ())
         found: list[str] = []
         for path in paths:
@@ -71,7 +72,12 @@ class WorkerExtension:
         """The layers of a loaded adapter for which vLLM has no LoRA layer in this process: it would leave them out silently."""
         manager = self._lora_manager()
         adapter = manager.get_adapter(number)
-        return sorted(adapter.loras.keys() - manager.modules.keys()) if adapter is not None else []
+        return sorted(adapter.loras.keys() - self._lora_names(manager.modules)) if adapter is not None else []
+
+    def _lora_names(self, modules: Iterable[str]) -> set[str]:
+        """What an adapter may call these modules: a pooling model's also without "model."."""
+        names = set(modules)
+        return names | {name.removeprefix("model.") for name in names} if self._lora_manager().is_pooling_model else names
 
     def _lora_manager(self) -> Any:
         return self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
