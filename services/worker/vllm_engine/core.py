@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.services.worker.vllm_engine.cache_events import MESSAGES_MAX
+from motet.services.worker.vllm_engine.cpu_cores import divide_cores
 from motet.shared.base_layers import TARGETS_MAX, patterns_of, read_base_layers
 from motet.shared.config import ConfigError
 from motet.shared.model import IMAGES_MAX
@@ -177,6 +178,8 @@ def start_core(options: VllmOptions, events_endpoint: str) -> Core:
         config = engine_args.create_engine_config()
     except (ValueError, VLLMError, SystemExit) as error:
         raise ConfigError(f"--engine-args: {error}") from None
+    if current_platform.is_cpu():
+        divide_cores(config)
     if caches_prompts(config):
         config.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint, buffer_steps=1, hwm=MESSAGES_MAX
