@@ -40,7 +40,7 @@ def ref_of(info: AdapterInfo) -> AdapterRef:
     """The version that a name points at, as messages and policies carry it."""
     entry, version = info.entry, info.version
     facts = {"rank": version.rank, "size_bytes": version.size_bytes, "version": entry.version}
-    return AdapterRef(name=entry.name, digest=entry.digest, **facts)
+    return AdapterRef(name=entry.name, digest=entry.digest, targets=version.targets, **facts)
 
 
 class AdapterWatch:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from motet.shared.adapter_blob import TensorInfo, read_header
+from motet.shared.base_layers import EMBEDDING, OUTPUT, is_tied
 from motet.shared.errors import MotetError
-from motet.shared.hf_config import UnsupportedModel, canonical, read_raw_config
+from motet.shared.hf_config import UnsupportedModel
 from motet.shared.model import TensorDigest
 
-EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 _READ_BYTES = 1 << 22
 
 
@@ -28,7 +28,7 @@ def base_tensors(directory: Path) -> dict[str, TensorDigest]:
     try:
         for path in sorted(directory.glob("*.safetensors")):
             found |= _of_file(path)
-        if EMBEDDING in found and OUTPUT not in found and _is_tied(directory):
+        if EMBEDDING in found and OUTPUT not in found and is_tied(directory):
             found[OUTPUT] = found[EMBEDDING]
     except (OSError, MotetError, UnsupportedModel):
         return {}
@@ -53,9 +53,3 @@ def _digest(file: Any, start: int, info: TensorInfo) -> TensorDigest:
     for at in range(begin, end, _READ_BYTES):
         digest.update(file.read(min(_READ_BYTES, end - at)))
     return TensorDigest(dtype=info.dtype, shape=tuple(info.shape), sha256=digest.hexdigest())
-
-
-def _is_tied(directory: Path) -> bool:
-    """Whether `config.json` ties the output layer to the embeddings; in transformers most architectures do by default."""
-    config = read_raw_config(directory)
-    return bool(config.get("tie_word_embeddings", canonical(config).get("tie_word_embeddings", True)))

@@ -170,6 +170,7 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int  # the largest over its modules
     size_bytes: int
     version: int = 0  # the name's number of this content, for people; 0: unknown
+    targets: tuple[str, ...] = ()  # as in `AdapterVersion`: its worker must be able to change these layers
 
 
 class Weighted(msgspec.Struct, frozen=True, array_like=True):
@@ -212,6 +213,9 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     chat: str = ""  # the digest of what it brings for chats (`shared.adapter_chat`); "" for nothing
     family: str = ""  # of an image adapter's base: sd15, sd2, sdxl, ...; "" for a language model's
     sites: int = 0  # how many layers of an image model it changes (`shared.image_shapes`)
+    targets: tuple[str, ...] = ()
+    """Of an adapter that is kept as PEFT's files (`shared.peft_blob`): the patterns of its layers. Its workers
+    announce them all in `WorkerLimits.lora_targets`. () for one of the seven layers, or of an image model."""
 
 
 EVERY_WORKER = "*"
@@ -439,6 +443,9 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     blocks; "" for an engine that cannot."""
     kv_token_bytes: int = 0
     """KV bytes of one token, where blocks can be taken over."""
+    lora_targets: tuple[str, ...] = ()
+    """Patterns of the base's layers (`shared.base_layers`) that adapters kept as PEFT's files may change here; () for an engine
+    that takes none of those."""
     base_digest: str = ""
     """Tells checkpoints apart (`shared.checkpoint_digest`)."""
     base_tensors: dict[str, TensorDigest] = {}

@@ -70,7 +70,7 @@ def list_(tenant: str | None, url: str, as_json: bool) -> None:
 @as_json_option
 @click.argument("name")
 def show(name: str, url: str, as_json: bool) -> None:
-    """Show one adapter: rank, modules, size, digest, versions and where it is resident."""
+    """Show one adapter: rank, kind and modules, workers that can run it, size, digest, versions and where it is resident."""
     card = ask(url, "GET", _path(name))
     if as_json:
         return print_json(card)
@@ -282,7 +282,11 @@ def _params(tenant: str | None) -> dict[str, str]:
 def _modules(card: dict[str, Any]) -> str:
     """What an adapter changes, in short."""
     modules = " ".join(str(module).removesuffix("_proj") for module in card["modules"])
-    return f"{card['family']}, {card['sites']} sites: {modules}" if card.get("family") else modules
+    if card.get("family"):
+        return f"{card['family']}, {card['sites']} sites: {modules}"
+    if card.get("kind") == "peft":
+        return f"peft: {modules}" + ("" if card["workers"] else " (no worker here can run it)")
+    return modules
 
 
 def _workers(card: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Finds the workers that can take a request: CaraServe's "matching the base LLM, adapter, and GPU memory" and our own limits.
 
-A worker is a candidate when it serves the base model, has the capabilities that the request needs, has reported recently, is
-not draining, has room in its queue, and can hold the request: context length, LoRA rank, KV memory. Workers that the owner
-wants to avoid (they were lost or refused before) are candidates only when there is no other, so that a worker which came back
-under its old id can continue its requests.
+A worker is a candidate when it serves the base model, has the capabilities that the request needs, can change the layers of its
+adapter where that is kept as PEFT's files, has reported recently, is not draining, has room in its queue, and can hold the
+request: context length, LoRA rank, KV memory. Workers that the owner wants to avoid (they were lost or refused before) are
+candidates only when there is no other, so that a worker which came back under its old id can continue its requests.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from motet.policies.cluster.worker_table import EXCLUSIVE_BITS, capability_bits
 from motet.shared.model import EXCLUSIVE_CAPABILITIES, Capability
 from motet.shared.wire.prefixes import PrefixKeys
 
-Reason = Literal["capability", "stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
-PERMANENT: frozenset[Reason] = frozenset({"capability", "max_model_len", "kv_memory", "lora_rank"})
+Reason = Literal["capability", "lora_layers", "stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
+PERMANENT: frozenset[Reason] = frozenset({"capability", "lora_layers", "max_model_len", "kv_memory", "lora_rank"})
 """Reasons that waiting does not change."""
 
 
@@ -41,6 +41,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     avoid: tuple[str, ...] = ()  # worker ids: only if there is no other candidate
     tried: tuple[str, ...] = ()  # worker ids: not again
     needs: Mapping[str, str] = {}  # capabilities that its worker must have, and the client's field for each
+    targets: tuple[str, ...] = ()  # patterns of its adapter's layers, where not every worker can change them
     begun: bool = False  # it was admitted before and lost its worker: its objectives do not refuse it now
     tenant: str = ""
     tenant_weight: float = 1.0  # its share relative to other tenants'
@@ -77,6 +78,7 @@ class Screening(msgspec.Struct, frozen=True, kw_only=True):
     longest_context: int = 0  # tokens; the largest that a live worker could take, by context length and KV memory
     largest_rank: int = 0
     lacking: tuple[str, ...] = ()  # capabilities that the request needs and no live worker has
+    lacking_layers: tuple[str, ...] = ()  # layers of the adapter that no live worker can change
     exclusive: tuple[Capability, ...] = ()  # of the live workers that do one thing only
 
 
@@ -110,8 +112,11 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
     exclusive = tuple(word for word in EXCLUSIVE_CAPABILITIES if capability_bits((word,)) & known)
     if "capability" in failures:
         live &= ~failures["capability"]
+    nobody_changes = state.lacking_layers(ask.targets, live)
+    if "lora_layers" in failures:
+        live &= ~failures["lora_layers"]
     if not live.any():
-        return Screening(rejected=rejected, lacking=nobody_has, exclusive=exclusive)
+        return Screening(rejected=rejected, lacking=nobody_has, lacking_layers=nobody_changes, exclusive=exclusive)
     context = np.minimum(t["max_model_len"], t["kv_tokens_total"])[live]
     largest_rank = int(t["max_lora_rank"][live].max())
     return Screening(
@@ -119,6 +124,7 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
         longest_context=int(context.max()),
         largest_rank=largest_rank,
         lacking=nobody_has,
+        lacking_layers=nobody_changes,
         exclusive=exclusive,
     )
 
@@ -138,6 +144,8 @@ def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> di
     failures: dict[Reason, NDArray[np.bool_]] = {}
     if ask.needs or state.exclusive:
         failures["capability"] = lacking(state, ask)
+    if ask.targets:
+        failures["lora_layers"] = ~state.changes_layers(ask.targets)
     if not state.all_heard_since(now_s - stale_s):
         failures["stale"] = t["heard_s"] < now_s - stale_s
     if needed > context:

@@ -38,6 +38,8 @@ from motet.policies.times.perf_model import MIB, Floats
 from motet.shared.model import EXCLUSIVE_CAPABILITIES, PerfModel, RequestBrief, Tier, WorkerLimits
 from motet.shared.wire.prefixes import PrefixKeys, unpack_keys
 
+CHANGES_KEPT = 1024
+"""Different lists of adapters' layers whose workers are remembered."""
 _ANY = 1 << 40  # tokens, or a rank, above all
 _ONLY = frozenset(EXCLUSIVE_CAPABILITIES)
 
@@ -80,6 +82,7 @@ class ClusterState:
         self._least: tuple[int, int] | None = None
         self._serving: dict[int, NDArray[np.bool_]] = {}
         self._alike: dict[str, float | None] = {}
+        self._changes: dict[tuple[str, ...], NDArray[np.bool_]] = {}  # by an adapter's layers
         self._oldest_s = inf  # every worker has been heard at this time or later
 
     def __contains__(self, worker_id: str) -> bool:
@@ -127,6 +130,26 @@ class ClusterState:
             values = self.table[name][self.table["base"] >= 0]
             self._alike[name] = float(values[0]) if len(values) and (values == values[0]).all() else None
         return self._alike[name]
+
+    def changes_layers(self, targets: tuple[str, ...]) -> NDArray[np.bool_]:
+        """The rows of workers that can change all these layers of their base with an adapter."""
+        if targets not in self._changes:
+            if len(self._changes) >= CHANGES_KEPT:
+                self._changes.clear()
+            able = np.zeros(len(self.ids), dtype=bool)
+            for worker_id, (limits, _) in self._terms.items():
+                able[self._row[worker_id]] = frozenset(targets) <= frozenset(limits.lora_targets)
+            self._changes[targets] = able
+        return self._changes[targets]
+
+    def lacking_layers(self, targets: tuple[str, ...], rows: NDArray[np.bool_]) -> tuple[str, ...]:
+        """Those of the layers that none of the workers in these rows can change."""
+        if not targets:
+            return ()
+        known = {
+            one for worker_id, (limits, _) in self._terms.items() if rows[self._row[worker_id]] for one in limits.lora_targets
+        }
+        return tuple(one for one in targets if one not in known)
 
     def row(self, worker_id: str) -> int:
         """The worker's index in the columns of `table`, -1 when it is not known."""
@@ -505,6 +528,7 @@ class ClusterState:
         self._perf = self._least = self._travel_gain = self.found = None
         self._serving.clear()
         self._alike.clear()
+        self._changes.clear()
 
     def _take_row(self) -> int:
         if not self._free:

@@ -96,6 +96,7 @@ def ask_of(
     prefix_keys: tuple[PrefixKeys, ...] = (),
     travels: bool = False,
     needs: Mapping[str, str] = {},
+    targets: tuple[str, ...] = (),
     avoid: tuple[str, ...] = (),
     tried: tuple[str, ...] = (),
 ) -> Ask:
@@ -117,6 +118,7 @@ def ask_of(
         avoid=avoid,
         tried=tried,
         needs=needs,
+        targets=targets,
         begun=begun,
         tenant=brief.tenant,
         tenant_weight=brief.tenant_weight,

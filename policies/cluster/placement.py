@@ -39,6 +39,7 @@ class Placing:
     def __init__(self) -> None:
         self._rates = Forecast()
         self._known: dict[str, tuple[str, int]] = {}  # base model and bytes, by digest
+        self._targets: dict[str, tuple[str, ...]] = {}  # layers of those that not every worker can change
         self._since_s: float | None = None  # the first request
 
     def asked(self, adapter: AdapterRef, base_model: str, now_s: float) -> None:
@@ -46,8 +47,11 @@ class Placing:
         self._since_s = now_s if self._since_s is None else self._since_s
         self._rates.used(adapter.digest, now_s)
         self._known[adapter.digest] = base_model, adapter.size_bytes
+        if adapter.targets:
+            self._targets[adapter.digest] = adapter.targets
         if len(self._known) > 2 * len(self._rates):
             self._known = {digest: self._known[digest] for digest in self._rates if digest in self._known}
+            self._targets = {digest: one for digest, one in self._targets.items() if digest in self._known}
 
     def look(self, workers: Iterable[Known], state: ClusterState, now_s: float, before: Homes = NO_HOMES) -> list[Look]:
         """What there is to place, one look for each base model. `before`: what was placed, also on workers that are gone."""
@@ -58,6 +62,11 @@ class Placing:
         by_model: dict[str, list[Known]] = {}
         for known in workers:
             by_model.setdefault(known.limits.base_model, []).append(known)
+        for base_model, group in by_model.items():
+            for digest in [*loads.get(base_model, ())]:  # one that only some workers can run gets no place of its own
+                targets = self._targets.get(digest)
+                if targets and not all(state.changes_layers(targets)[state.row(one.worker_id)] for one in group):
+                    del loads[base_model][digest]
         young = self._since_s is None or now_s < self._since_s + RATE_S
         return [
             Look(

@@ -77,6 +77,7 @@ class SchedulerCore:
             prefix_keys=prefix_keys if self.options.prefix_aware else (),
             travels=self.options.kv_travel and not has_kv,
             needs=needs,
+            targets=adapter.targets if adapter is not None else (),
             avoid=avoid,
         )
 

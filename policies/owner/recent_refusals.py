@@ -28,7 +28,7 @@ class Kind(msgspec.Struct, frozen=True):
     ttft_slo_ms: float
     tpot_slo_ms: float
     priority: int
-    needs: tuple[str, ...] = ()  # capabilities, sorted
+    needs: tuple[str, ...] = ()  # capabilities, sorted, and the layers of its adapter that not every worker can change
     e2e_slo_ms: float = 0.0
     picture: tuple[float, int] = (0.0, 0)  # rows and steps
 

@@ -35,6 +35,16 @@ MAX_LEFT_OUT = 20  # modules that are named
 
 Pair = tuple[float, Tensor, Tensor]
 """(scale, A, B) of one module."""
+Loras = dict[str, list[tuple[str, Tensor]]]
+"""{module path: [(rest of the name after `.lora_`, tensor)]}."""
+
+
+class Sorted(msgspec.Struct, frozen=True, kw_only=True):
+    """A file's tensors by module."""
+
+    loras: Loras
+    copies: dict[str, Tensor]  # of whole modules of the base model, by `embed_tokens` and `lm_head`
+    chosen: set[str]  # of the modules, those that the configuration selects
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,17 +55,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[str, ...]  # paths of modules that the configuration does not select
 
 
-def plan(config: PeftConfig, tensors: Mapping[str, TensorInfo], base: BaseShapes, max_rank: int) -> Plan:
+def plan(config: PeftConfig, file: Sorted, base: BaseShapes, max_rank: int) -> Plan:
     """What a file's header holds, and what of it the configuration selects. Raises InvalidAdapter naming the tensor."""
-    loras, copies = _sorted_by_module(tensors)
-    missing = [name for name in config.modules_to_save or () if name.rsplit(".", 1)[-1] not in copies]
-    if missing:
-        raise InvalidAdapter(
-            f"modules_to_save names {quoted(missing[0])}, which the file does not hold", param="modules_to_save"
-        )
-    if not loras:
-        raise InvalidAdapter("adapter_model.safetensors holds no LoRA matrices")
-    chosen = selected(config, list(loras), base.model_type)
+    loras, copies, chosen = file.loras, file.copies, file.chosen
     found: dict[tuple[int, str], dict[str, Tensor]] = {}
     paths: dict[str, tuple[int, str]] = {}
     for path, parts in loras.items():
@@ -67,19 +69,42 @@ def plan(config: PeftConfig, tensors: Mapping[str, TensorInfo], base: BaseShapes
                 raise InvalidAdapter(f"tensor {tensor.key}: the file holds this matrix twice")
             found[at][half] = tensor
             paths[path] = at
-    if not found:
+    return Plan(pairs=_scaled(config, found, paths, base, max_rank), copies=copies, left_out=left_out(loras, chosen))
+
+
+def sort(config: PeftConfig, tensors: Mapping[str, TensorInfo], model_type: str) -> Sorted:
+    """A file's tensors by module, and the modules that its configuration selects.
+
+    Raises InvalidAdapter for another kind of tensor, when a copy is missing, and when no module is selected.
+    """
+    loras, copies = _by_module(tensors)
+    missing = [name for name in config.modules_to_save or () if name.rsplit(".", 1)[-1] not in copies]
+    if missing:
+        raise InvalidAdapter(
+            f"modules_to_save names {quoted(missing[0])}, which the file does not hold", param="modules_to_save"
+        )
+    if not loras:
+        raise InvalidAdapter("adapter_model.safetensors holds no LoRA matrices")
+    chosen = selected(config, list(loras), model_type)
+    if not chosen:
         raise InvalidAdapter(
             f"target_modules {quoted(config.target_modules)} and the keys beside it leave out every tensor of the file",
             param="target_modules",
         )
-    return Plan(pairs=_scaled(config, found, paths, base, max_rank), copies=copies, left_out=_summary(loras, chosen))
+    return Sorted(loras=loras, copies=copies, chosen=chosen)
 
 
-def _sorted_by_module(
-    tensors: Mapping[str, TensorInfo],
-) -> tuple[dict[str, list[tuple[str, Tensor]]], dict[str, Tensor]]:
+def in_table(path: str, base: BaseShapes) -> tuple[int, str] | None:
+    """(layer, module) of one of `MODULES` in its block, None for any other module. The layer may be beyond the last."""
+    match = _LAYER.fullmatch(path)
+    if match is None or match[3] not in MODULES or match[2] != base.parent(match[3]):
+        return None
+    return int(match[1]), match[3]
+
+
+def _by_module(tensors: Mapping[str, TensorInfo]) -> tuple[Loras, dict[str, Tensor]]:
     """({module path: [(rest of the name, tensor)]}, {embed_tokens or lm_head: the copy of its weight})."""
-    loras: dict[str, list[tuple[str, Tensor]]] = {}
+    loras: Loras = {}
     copies: dict[str, Tensor] = {}
     for key, info in tensors.items():
         if len(key) > MAX_NAME_CHARS:
@@ -93,27 +118,33 @@ def _sorted_by_module(
         elif (match := _COPY.fullmatch(name)) and match[1] not in copies:
             copies[match[1]] = Tensor(key, info)
         else:
-            raise _not_lora(key)
+            raise not_lora(key)
     return loras, copies
 
 
 def _place(tensor: Tensor, path: str, rest: str, base: BaseShapes) -> tuple[tuple[int, str], str]:
     """((layer, module), A or B) of a tensor of the module `path`."""
-    match, half = _LAYER.fullmatch(path), _HALF.fullmatch(rest)
-    if match is None or half is None or match[3] not in MODULES or match[2] != base.parent(match[3]):
-        raise _not_lora(tensor.key)
-    layer, info = int(match[1]), tensor.info
-    if layer >= base.layers:
+    at, half = in_table(path, base), _HALF.fullmatch(rest)
+    if at is None or half is None:
+        raise not_lora(tensor.key)
+    if at[0] >= base.layers:
         raise InvalidAdapter(f"tensor {tensor.key}: the base model has layers 0 to {base.layers - 1}{FOREIGN}")
+    check_matrix(tensor)
+    return at, half[1]
+
+
+def check_matrix(tensor: Tensor) -> None:
+    """Raises InvalidAdapter for a tensor of another type than weights have, or that is no matrix."""
+    info = tensor.info
     if info.dtype not in DTYPE_BYTES:
         raise InvalidAdapter(f"tensor {tensor.key}: dtype {shown(info.dtype)}, one of {', '.join(DTYPE_BYTES)} is expected")
     if len(info.shape) != 2 or min(info.shape) < 1:
         raise InvalidAdapter(f"tensor {tensor.key}: shape {info.shape} is not a matrix")
-    return (layer, match[3]), half[1]
 
 
-def _not_lora(key: str) -> InvalidAdapter:
-    return InvalidAdapter(f"tensor {shown(key)}: not a LoRA matrix of {', '.join(MODULES)}")
+def not_lora(key: str, why: str = "") -> InvalidAdapter:
+    """The refusal of a tensor that is no half of a module's update."""
+    return InvalidAdapter(f"tensor {shown(key)}: not a LoRA matrix of {', '.join(MODULES)}{why}")
 
 
 def _scaled(
@@ -132,23 +163,39 @@ def _scaled(
             there, missing = ("A", "B") if "A" in halves else ("B", "A")
             raise InvalidAdapter(f"tensor {halves[there].key}: lora_{missing} of the same module is missing")
         a, b = halves["A"], halves["B"]
-        rank_key, alpha_key = rank_keys.get(path), alpha_keys.get(path)
-        rank = config.r if rank_key is None else config.rank_pattern[rank_key]
-        alpha = config.lora_alpha if alpha_key is None else config.alpha_pattern[alpha_key]
-        _check_shapes(a, b, base.linear(at[1]), rank, "r" if rank_key is None else f"rank_pattern[{quoted(rank_key)}]")
-        if rank > max_rank:
-            raise InvalidAdapter(
-                f"tensor {a.key}: rank {rank} is over the limit of {max_rank} (--max-lora-rank of registry and workers)",
-                param="r",
-            )
-        scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        if not abs(scale) <= MAX_SCALE:
-            raise InvalidAdapter(f"lora_alpha {alpha} with rank {rank} gives no finite scale", param="lora_alpha")
-        planned[at] = (scale, a, b)
+        planned[at] = scaled_pair(config, a, b, base.linear(at[1]), (rank_keys.get(path), alpha_keys.get(path)), max_rank)
     return planned
 
 
-def _summary(loras: Mapping[str, object], chosen: set[str]) -> tuple[str, ...]:
+def scaled_pair(
+    config: PeftConfig,
+    a: Tensor,
+    b: Tensor,
+    linear: tuple[int, int],
+    keys: tuple[str | None, str | None],
+    max_rank: int,
+) -> Pair:
+    """A module's pair of a base's layer with `linear` (inputs, outputs), checked, and its scale.
+
+    `keys`: those of rank_pattern and alpha_pattern that apply to it. Raises InvalidAdapter naming the tensor.
+    """
+    rank_key, alpha_key = keys
+    rank = config.r if rank_key is None else config.rank_pattern[rank_key]
+    alpha = config.lora_alpha if alpha_key is None else config.alpha_pattern[alpha_key]
+    _check_shapes(a, b, linear, rank, "r" if rank_key is None else f"rank_pattern[{quoted(rank_key)}]")
+    if rank > max_rank:
+        raise InvalidAdapter(
+            f"tensor {a.key}: rank {rank} is over the limit of {max_rank} (--max-lora-rank of registry and workers)",
+            param="r",
+        )
+    scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    if not abs(scale) <= MAX_SCALE:
+        raise InvalidAdapter(f"lora_alpha {alpha} with rank {rank} gives no finite scale", param="lora_alpha")
+    return scale, a, b
+
+
+def left_out(loras: Mapping[str, object], chosen: set[str]) -> tuple[str, ...]:
+    """The modules that are not chosen, for people."""
     left = [path for path in loras if path not in chosen]
     more = len(left) - MAX_LEFT_OUT
     return (*map(shown, left[:MAX_LEFT_OUT]), *([f"and {more} more"] if more > 0 else []))

@@ -21,7 +21,7 @@ import msgspec
 from motet.policies.worker import pins
 from motet.services.registry.bases import BASE_FILES, Base, open_base
 from motet.services.registry.config import RegistryConfig
-from motet.services.registry.files import IMAGE, PeftFiles, quoted
+from motet.services.registry.files import IMAGE, PeftFiles, quoted, shown
 from motet.services.registry.followers import Followers
 from motet.services.registry.metrics import ADAPTERS, BLOB_BYTES, REGISTRATIONS, VALIDATION_S, VERSIONS
 from motet.services.registry.own_directory import OwnDirectory
@@ -33,6 +33,7 @@ from motet.services.registry.usage import IDLE_S, Usage
 from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.audit import Audit, AuditEvent
+from motet.shared.base_layers import missing
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import ConfigError
@@ -196,7 +197,9 @@ class RegistryService(BusService):
             chat=chat_digest,
             family=converted.family,
             sites=converted.sites,
+            targets=converted.targets,
         )
+        self._check_runs(version)
         self._check_storage(ask, version)
         if chat is not None:
             self._check_chats(ask, chat_digest, len(msgspec.json.encode(chat)))
@@ -287,6 +290,15 @@ class RegistryService(BusService):
         if ask.tenant and self.adapters.owned(ask.tenant) >= limit:
             raise Conflict(
                 f"this tenant has {limit} adapters, which is its limit (--max-tenant-adapters): delete one first", param="name"
+            )
+
+    def _check_runs(self, version: AdapterVersion) -> None:
+        """Raise for layers that no worker can change, if one tells what it can change. Else requests will tell."""
+        told = [limits.lora_targets for limits in self.usage.workers(now_s()).values() if limits.lora_targets]
+        lacking = [missing(version.targets, takes) for takes in told]
+        if lacking and all(lacking):
+            raise InvalidAdapter(
+                f"no worker's engine can change {shown(min(lacking, key=len)[0])} of the base model with an adapter"
             )
 
     def _check_storage(self, ask: RegisterAdapter, version: AdapterVersion) -> None:

@@ -3,6 +3,7 @@
 no live worker serves the base model      -> Unavailable (503)   a worker must be started
 none has a capability that it needs       -> BadRequest (400)    with the field that asks for it; Unavailable (503) for one that
                                                                  had begun, or while a worker that has it is silent
+none can change its adapter's layers      -> likewise, with the layer
 some are full                             -> Overloaded (429)    with the time until one has room
 none would meet its objectives            -> Overloaded (429)    with the time until one would (`too_late`)
 the rest are draining or did not answer   -> Unavailable (503)   another worker may serve it soon
@@ -35,7 +36,9 @@ RETRY_S = 1.0
 def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
     """The error for a request without candidates. `room_in_s`: when a full worker is likely to have room."""
     rejected = screening.rejected
-    live = sum(count for reason, count in rejected.items() if reason not in ("stale", "capability"))
+    live = sum(count for reason, count in rejected.items() if reason not in ("stale", "capability", "lora_layers"))
+    if not live and "lora_layers" in rejected:
+        return _unchangeable(ask, screening)
     if not live and "capability" in rejected:
         return _incapable(ask, screening)
     if not live:
@@ -78,6 +81,18 @@ def _incapable(ask: Ask, screening: Screening) -> MotetError:
     if ask.begun or "stale" in screening.rejected:
         return Unavailable(f"{reason} now", param=field, retry_after_s=RETRY_S)
     return BadRequest(reason, param=field)
+
+
+def _unchangeable(ask: Ask, screening: Screening) -> MotetError:
+    """The error when no live worker can change the layers of the request's adapter."""
+    layer = (screening.lacking_layers or ask.targets)[0]  # or each is there, but on different workers
+    reason = (
+        f"model: no worker of {ask.base_model} can run this adapter: its engine would have to change {layer}, as vLLM does "
+        "where it serves such adapters"
+    )
+    if ask.begun or "stale" in screening.rejected:
+        return Unavailable(f"{reason}; none does now", param="model", retry_after_s=RETRY_S)
+    return BadRequest(reason, param="model")
 
 
 def too_late(ask: Ask, late_s: float) -> Overloaded:

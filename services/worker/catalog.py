@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from motet.shared.adapter_watch import AdapterWatch, ref_of
+from motet.shared.base_layers import missing
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import AdapterNotFound, BadRequest
@@ -19,7 +20,8 @@ class Catalog:
     """Follows the registry's adapters, and those that this worker should keep loaded.
 
     `on_change(versions)` gets every version by digest, at the start and after each change. `on_pinned(pinned,
-    homes)` gets the adapters pinned to this worker, the oldest pin first, and those at home here, whenever they change.
+    homes)` gets the adapters pinned to this worker, the oldest pin first, and those at home here, whenever they change. Of
+    adapters kept as PEFT's files, only those whose layers it `takes` (`WorkerLimits.lora_targets`).
     """
 
     def __init__(
@@ -28,7 +30,9 @@ class Catalog:
         worker_id: str,
         on_change: Callable[[Mapping[str, AdapterVersion]], object],
         on_pinned: Callable[[Sequence[AdapterRef], Sequence[AdapterRef]], object],
+        takes: Collection[str] = (),
     ) -> None:
+        self._takes = frozenset(takes)
         self._worker_id, self._on_change, self._on_pinned = worker_id, on_change, on_pinned
         self._pinned: tuple[list[AdapterRef], list[AdapterRef]] = [], []
         self._watch = AdapterWatch(bus, self._changed)
@@ -42,18 +46,20 @@ class Catalog:
 
     def _changed(self) -> None:
         self._on_change(self._watch.digests)
-        pinned = [ref_of(one) for one in self._watch.pinned() if one.entry.pin and one.entry.pin.covers(self._worker_id)]
+        pins = [one for one in self._watch.pinned() if one.entry.pin and one.entry.pin.covers(self._worker_id)]
+        pinned = [ref_of(one) for one in pins if self._takes.issuperset(one.version.targets)]
         homes = [
             AdapterRef(name=digest, digest=digest, rank=version.rank, size_bytes=version.size_bytes)
             for digest in self._placed.digests(self._worker_id)
-            if (version := self._watch.by_digest(digest)) is not None
+            if (version := self._watch.by_digest(digest)) is not None and self._takes.issuperset(version.targets)
         ]
         if (pinned, homes) != self._pinned:
             self._pinned = pinned, homes
             self._on_pinned(pinned, homes)
 
     async def check(self, ref: AdapterRef, family: str = "") -> None:
-        """Raises AdapterNotFound when the registry does not have this version, BadRequest for one of another family of models.
+        """Raises AdapterNotFound when the registry does not have this version, BadRequest for one of another family of models
+        or with layers that the engine cannot change.
 
         `family`: of the base model, "" for a language model's.
         """
@@ -65,3 +71,7 @@ class Catalog:
         if version.family != family:
             kinds = version.family or "language models", family or "language models"
             raise BadRequest(f"adapter {ref.name!r} is for {kinds[0]}; this worker's base is of {kinds[1]}", param="model")
+        if lacking := missing(version.targets, self._takes):
+            raise BadRequest(
+                f"adapter {ref.name!r} changes {lacking[0]}, which this worker's engine cannot change", param="model"
+            )

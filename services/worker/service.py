@@ -183,6 +183,7 @@ class WorkerService:
             self.worker_id,
             on_change=lambda versions: self.shell.on(Registered(versions)),
             on_pinned=lambda pinned, homes: self.shell.on(Pinned(pinned, homes)),
+            takes=limits.lora_targets,
         )
         await self.catalog.start()
         lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)

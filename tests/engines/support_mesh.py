@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from motet.cli import credentials
 from motet.cli.client import Client
 from motet.examples.demo import BASE
 from motet.examples.demo.tasks import TASKS
 from tests.e2e.asking import PROMPT
-from tests.e2e.live import LiveStack
+from tests.e2e.live import ROOT, LiveStack
 from tests.support import eventually
 
 NUMBER_OF_STREAMS = 6
@@ -26,8 +29,9 @@ def vllm_stack(data_dir: Path, model: Path, engine_args: str, adapters: Path | N
     At the end it stops cleanly, and no process of vLLM is left.
     """
     env = {"MOTET_KV_MEMORY_GIB": "0.06", "MOTET_MAX_LORAS": "3", "MOTET_MAX_LORA_RANK": "64", "MOTET_MAX_RUNNING": "8"}
-    flags = ["--engine", "vllm", f"--engine-args={engine_args}", "--drain-s", "1", "--model", str(model)]
+    flags = ["--engine", "vllm", f"--engine-args={engine_args}", "--drain-s", "1"]
     flags += ["--adapters-dir", str(adapters)] if adapters is not None else []
+    flags += ["--model", str(model)]  # the last one: `native_worker` takes it too
     live = LiveStack(data_dir, *flags, env=env)
     live.launch()
     try:
@@ -38,6 +42,32 @@ def vllm_stack(data_dir: Path, model: Path, engine_args: str, adapters: Path | N
         assert not [pid for pid in cores if Path(f"/proc/{pid}").exists()]
     finally:
         live.stop()
+
+
+@asynccontextmanager
+async def native_worker(stack: LiveStack) -> AsyncIterator[Callable[[], Awaitable[subprocess.Popen[bytes]]]]:
+    """A function that starts a native worker beside the stack's, once, and returns its process."""
+    facts = stack.facts()
+    password = credentials.password_file(Path(facts.credentials_dir), "worker")
+    flags = ["--model", stack.argv[-1], "--served-model-name", BASE, "--instance-id", "native", "--drain-s", "1"]
+    flags += ["--nats-url", facts.nats_url, "--nats-user", "worker", "--nats-password-file", str(password)]
+    flags += ["--ops-port", "0", "--threads", "1", "--max-lora-rank", "64", "--kv-memory-gib", "0.06"]
+    log = (stack.data_dir / "native.log").open("ab")
+    started: list[subprocess.Popen[bytes]] = []
+
+    async def start() -> subprocess.Popen[bytes]:
+        if not started:
+            argv = [sys.executable, "-m", "motet", "worker", *flags]
+            started.append(await asyncio.to_thread(subprocess.Popen, argv, cwd=ROOT, stdout=log, stderr=log))
+        return started[0]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.terminate()
+            await asyncio.to_thread(process.wait, 30)
+        log.close()
 
 
 async def said(client: Client, model: str = BASE, **fields: Any) -> str:

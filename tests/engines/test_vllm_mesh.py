@@ -8,25 +8,21 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from motet.cli import credentials
 from motet.cli.adapters import upload
 from motet.cli.client import ApiError, Client
 from motet.examples.demo import BASE, DEMO
 from motet.examples.demo.tasks import TASKS
 from tests.docs.support_pages import MIGRATION, table
 from tests.e2e.asking import PROMPT, answered
-from tests.e2e.live import ROOT, LiveStack
+from tests.e2e.live import LiveStack
 from tests.engines.conftest import NO_WHITESPACE
-from tests.engines.support_mesh import START_S, core_of, go_on_through, said, serving, vllm_stack, workers
+from tests.engines.support_mesh import START_S, core_of, go_on_through, native_worker, said, serving, vllm_stack, workers
 from tests.support import eventually
 
 pytestmark = pytest.mark.skipif(not os.environ.get("MOTET_TEST_VLLM"), reason="needs vLLM: make test-vllm")
@@ -174,29 +170,3 @@ async def test_greedy_streams_move_to_another_engine_and_back(stack: LiveStack, 
 
         await go_on_through(client, to_vllm, tokens=1500)
         assert not await serving(client, "native")
-
-
-@asynccontextmanager
-async def native_worker(stack: LiveStack) -> AsyncIterator[Callable[[], Awaitable[subprocess.Popen[bytes]]]]:
-    """A function that starts a native worker beside the stack's, once, and returns its process."""
-    facts = stack.facts()
-    password = credentials.password_file(Path(facts.credentials_dir), "worker")
-    flags = ["--model", stack.argv[-1], "--served-model-name", BASE, "--instance-id", "native", "--drain-s", "1"]
-    flags += ["--nats-url", facts.nats_url, "--nats-user", "worker", "--nats-password-file", str(password)]
-    flags += ["--ops-port", "0", "--threads", "1", "--max-lora-rank", "64", "--kv-memory-gib", "0.06"]
-    log = (stack.data_dir / "native.log").open("ab")
-    started: list[subprocess.Popen[bytes]] = []
-
-    async def start() -> subprocess.Popen[bytes]:
-        if not started:
-            argv = [sys.executable, "-m", "motet", "worker", *flags]
-            started.append(await asyncio.to_thread(subprocess.Popen, argv, cwd=ROOT, stdout=log, stderr=log))
-        return started[0]
-
-    try:
-        yield start
-    finally:
-        for process in started:
-            process.terminate()
-            await asyncio.to_thread(process.wait, 30)
-        log.close()

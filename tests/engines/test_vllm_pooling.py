@@ -166,7 +166,7 @@ async def test_a_mesh_of_a_pooling_model_answers_and_loses_no_embedding_with_its
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small BERT with random weights, which vLLM runs without LoRA."""
+    """A small BERT with random weights. Its layers are none of the seven of a Llama-shaped decoder."""
     import torch
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -186,23 +186,21 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def for_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an adapter whose shapes are those of `bert`."""
+def for_bert(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an adapter of all linear layers in the blocks of `bert`, as PEFT saves it."""
     import peft
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModel
 
-    config = LlamaConfig(
-        vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
-    )
-    adapted = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    config = peft.LoraConfig(r=4, target_modules=r"encoder\..*\.(query|key|value|dense)", init_lora_weights=False)
     folder = tmp_path_factory.mktemp("for-bert")
-    adapted.save_pretrained(folder / "small")
+    peft.get_peft_model(AutoModel.from_pretrained(bert), config).save_pretrained(folder / "own")
     return folder
 
 
-async def test_a_model_that_vllm_runs_without_adapters_makes_embeddings_and_says_so_for_an_adapter(
+async def test_a_bert_makes_the_embeddings_of_transformers_and_with_an_adapter_those_of_peft(
     bert: Path, for_bert: Path, tmp_path: Path
 ) -> None:
+    import peft
     import torch
     from transformers import AutoModel
 
@@ -210,14 +208,22 @@ async def test_a_model_that_vllm_runs_without_adapters_makes_embeddings_and_says
     with vllm_stack(tmp_path, bert, args, adapters=for_bert) as stack:
         async with Client(stack.facts().urls[0], timeout_s=300.0) as client:
             [worker] = await workers(client)
-            assert (worker["capabilities"], worker["adapter_bytes_total"]) == (["embeddings"], 0)
-            told = await client.call("POST", "/v1/embeddings", json={"input": PROMPTS[:2]})
-            with torch.inference_mode():
-                model = AutoModel.from_pretrained(bert, dtype=torch.float32)
-                hidden = [model(torch.tensor([prompt])).last_hidden_state[0, 0] for prompt in PROMPTS[:2]]
-            for one, first in zip(told["data"], hidden, strict=True):
-                wanted = torch.nn.functional.normalize(first, dim=0)
-                np.testing.assert_allclose(one["embedding"], np.asarray(wanted), atol=1e-3)
-            with pytest.raises(ApiError, match="without adapters") as refused:
-                await client.call("POST", "/v1/embeddings", json={"model": "small", "input": "x"})
-            assert refused.value.status == 400
+            assert worker["capabilities"] == ["embeddings"] and worker["adapter_bytes_total"] > 0
+            base = AutoModel.from_pretrained(bert, dtype=torch.float32).eval()
+            expected = {BASE: [first_hidden(base, prompt) for prompt in PROMPTS[:2]]}
+            adapted = peft.PeftModel.from_pretrained(base, for_bert / "own").eval()
+            expected["own"] = [first_hidden(adapted, prompt) for prompt in PROMPTS[:2]]
+            assert np.abs(expected["own"][0] - expected[BASE][0]).max() > 1e-2
+            for model, wanted in expected.items():
+                told = await client.call("POST", "/v1/embeddings", json={"model": model, "input": PROMPTS[:2]})
+                for one, embedding in zip(told["data"], wanted, strict=True):
+                    np.testing.assert_allclose(one["embedding"], embedding, atol=1e-3)
+
+
+def first_hidden(model: Any, prompt: list[int]) -> np.ndarray:
+    """The last hidden state of the first token, of length 1."""
+    import torch
+
+    with torch.inference_mode():
+        state = model(input_ids=torch.tensor([prompt])).last_hidden_state[0, 0]
+    return np.asarray(torch.nn.functional.normalize(state, dim=0))

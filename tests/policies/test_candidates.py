@@ -214,3 +214,27 @@ def test_whatever_the_limits_and_however_they_change_the_candidates_are_those_th
             and request.needs.keys() <= set(its.capabilities)
             and request.embeds == ("embeddings" in its.capabilities)
         )
+
+
+FC1, FC2 = "model.layers.*.fc1", "model.layers.*.fc2"
+
+
+def test_only_workers_that_can_change_all_layers_of_an_adapter_are_candidates():
+    state = cluster(lora_targets=(FC1, FC2))
+    assert who(state, ask(targets=(FC1,))) == who(state, ask(targets=(FC1, FC2))) == ["odd"]
+    assert who(state, ask()) == ["odd", "ok"]
+    assert who(state, ask(targets=(FC1, "lm_head"))) == []
+    state.put_worker("ok", worker_limits(lora_targets=(FC1,)), PERF)  # it started again with another engine
+    assert who(state, ask(targets=(FC1,))) == ["odd", "ok"]
+    assert who(state, ask(targets=(FC2,))) == ["odd"]
+    state.drop_worker("odd")
+    assert who(state, ask(targets=(FC2,))) == []
+
+
+def test_a_screening_tells_the_layers_that_no_live_worker_can_change():
+    state = cluster(lora_targets=(FC1,))
+    found = screen(state, ask(targets=(FC1, FC2, "lm_head")), NOW_S, STALE_S)
+    assert found.rejected == {"lora_layers": 2} and found.lacking_layers == (FC2, "lm_head")
+    state.put_worker("ok", worker_limits(lora_targets=(FC2,)), PERF)
+    found = screen(state, ask(targets=(FC1, FC2)), NOW_S, STALE_S)  # each can be changed, but not on one worker
+    assert found.rejected == {"lora_layers": 2} and found.lacking_layers == ()

@@ -136,3 +136,15 @@ def test_a_scheduler_that_has_just_started_leaves_homes_of_adapters_that_it_does
     assert placed_by(placing, [known("w0")], 10.0, {"w0": ("old",)}) == {"w0": ("a", "old")}
     asked(placing, "a", 1200)
     assert placed_by(placing, [known("w0")], 1200.0, {"w0": ("old",)}) == {"w0": ("a",)}
+
+
+def test_an_adapter_that_only_some_workers_can_run_gets_no_place() -> None:
+    placing = Placing()
+    asked(placing, "a", 5)
+    for number in range(5):
+        placing.asked(AdapterRef(name="z", digest="z", rank=8, size_bytes=10, targets=("lm_head",)), "demo", float(number))
+    able = worker_limits(pin_slots=4, lora_targets=("lm_head",))
+    both = [Known("w0", "first", able), Known("w1", "first", able)]
+    assert {one for digests in placed_by(placing, both, 10.0, {}).values() for one in digests} == {"a", "z"}
+    mixed = [both[0], known("w1")]
+    assert {one for digests in placed_by(placing, mixed, 10.0, {}).values() for one in digests} == {"a"}

@@ -52,6 +52,17 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     layers: Annotated[int, Meta(description="How many layers it changes; 0 for an image adapter.")]
     family: Annotated[str | None, Meta(description="Of an image adapter's base model: sd15, sd2, sdxl; null for text.")]
     sites: Annotated[int | None, Meta(description="Of an image adapter: how many layers and convolutions it changes.")]
+    kind: Annotated[
+        Literal["lora", "peft", "image"],
+        Meta(
+            description="lora: of the seven linear layers of a Llama-shaped decoder, for every worker; peft: of other layers, "
+            "kept as PEFT's files, for workers whose engine can change them; image: of an image model."
+        ),
+    ]
+    targets: Annotated[
+        tuple[str, ...], Meta(description="Of kind peft: the layers that it changes, as the base's checkpoint names them.")
+    ]
+    workers: Annotated[list[str], Meta(description="Ids of the workers that can run it now.")]
     dtype: str
     size_bytes: int
     tenant: Annotated[str | None, Meta(description="Tenant that the adapter belongs to; null: shared by all.")]
@@ -106,6 +117,9 @@ def resource(gateway: Gateway, info: AdapterInfo, chat: AdapterChat | None = Non
         layers=version.layers,
         family=version.family or None,
         sites=version.sites or None,
+        kind="image" if version.family else "peft" if version.targets else "lora",
+        targets=version.targets,
+        workers=gateway.fleet.able(version.targets, version.rank),
         dtype=version.dtype,
         size_bytes=version.size_bytes,
         tenant=entry.tenant or None,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 from motet.policies.cluster.lost_workers import LostWorkers
 from motet.policies.cluster.worker_book import Holdings, WorkerBook
 from motet.policies.owner.workers_seen import WorkersSeen
 from motet.shared import subjects
+from motet.shared.base_layers import missing
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError
@@ -129,6 +131,15 @@ class Fleet:
     def prefix_schemes(self) -> list[tuple[int, bool]]:
         """As in `WorkersSeen`."""
         return self._seen.prefix_schemes()
+
+    def able(self, targets: Sequence[str], rank: int) -> list[str]:
+        """The workers that can run an adapter of these layers (`AdapterVersion.targets`) and this rank."""
+        limits = {known.worker_id: known.limits for known in self.workers()}
+        return sorted(
+            worker_id
+            for worker_id, told in limits.items()
+            if rank <= told.max_lora_rank and not missing(targets, told.lora_targets)
+        )
 
     def tiers(self, digest: str) -> dict[str, str]:
         """Where an adapter version is resident: worker id -> fastest tier."""

@@ -508,6 +508,6 @@ def _demands(job: Job) -> tuple[Kind, int, int]:
     """What `RecentRefusals` compares: the kind, the prompt's tokens, the adapter's rank."""
     slo, image = job.slo, job.image
     picture = (image.rows, image.steps_run) if image is not None else (0.0, 0)
-    needs = tuple(sorted(job.needs))
+    needs = (*sorted(job.needs), *(target for one in job.weighted for target in one.ref.targets))
     kind = Kind(job.tenant, slo.ttft_slo_ms, slo.tpot_slo_ms, job.priority, needs, slo.e2e_slo_ms, picture)
     return kind, job.prompt_tokens, sum([one.ref.rank for one in job.weighted])

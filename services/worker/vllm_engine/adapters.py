@@ -17,6 +17,7 @@ from weakref import ref
 
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.shared.clock import now_s
+from motet.shared.errors import InvalidAdapter
 
 NUMBERS = 0x7FFFFFFE
 """The largest number that vLLM may give an adapter; numbers begin at 1."""
@@ -62,7 +63,7 @@ class CoreAdapters:
         for digest in [digest for digest, copy in self._copies.items() if copy() is None]:
             self.spawn(_done(client.remove_lora_async(self.number(digest))))
             del self._copies[digest]
-        self.spawn(self._read_files(adapter, order))
+        self.spawn(self._read_files(client, adapter, order))
         return False
 
     def free(self, client: Any, digests: Iterable[str]) -> list[str]:
@@ -84,15 +85,26 @@ class CoreAdapters:
         self._copies.clear()
         return gone
 
-    async def _read_files(self, adapter: PeftAdapter, order: Coroutine[Any, Any, Any]) -> None:
+    async def _read_files(self, client: Any, adapter: PeftAdapter, order: Coroutine[Any, Any, Any]) -> None:
         began_s = now_s()
         try:
             await order
+            if adapter.as_stored:
+                await self._check_used(client, adapter)
         except Exception as error:
             self.was_read(adapter.digest, now_s() - began_s, error)
         else:
             self._came(adapter)
             self.was_read(adapter.digest, now_s() - began_s, None)
+
+    async def _check_used(self, client: Any, adapter: PeftAdapter) -> None:
+        """Raise InvalidAdapter, and remove the adapter, if vLLM left out one of its layers in all of its processes."""
+        number = self.number(adapter.digest)
+        told = await client.collective_rpc_async("unused_layers", args=(number,))
+        unused = set.intersection(*map(set, told))
+        if unused:
+            await client.remove_lora_async(number)
+            raise InvalidAdapter(f"vLLM has no LoRA for its layer {min(unused)}")
 
     def _came(self, adapter: PeftAdapter) -> None:
         self._in_slots[adapter.digest], self._copies[adapter.digest] = adapter, ref(adapter)

@@ -8,6 +8,7 @@ vLLM is imported in functions, because a worker with the native engine runs with
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.services.worker.vllm_engine.cache_events import MESSAGES_MAX
+from motet.services.worker.vllm_engine.cpu_cores import divide_cores
+from motet.shared.base_layers import TARGETS_MAX, patterns_of, read_base_layers
 from motet.shared.config import ConfigError
 from motet.shared.model import IMAGES_MAX
 
@@ -72,12 +75,19 @@ class Core:
     """vLLM 0.32 on a CPU crashes on a request with a seed whose prompt takes more than one step (`Generator.set_offset`)."""
     adapter_prefix: str = ""
     """The beginning of vLLM's names of the text model's layers: "model.", or more in a model that takes images. It is known
-    after `warm`. "" for a model without layers that our adapters change, such as BERT."""
+    after `warm`. "" for a model without layers that adapters of the seven modules change, such as BERT."""
+    adapter_layers: tuple[str, ...] = ()
+    """Patterns of the layers that adapters kept as PEFT's files can change (`shared.base_layers`); known after `warm`."""
 
     @property
     def pools(self) -> bool:
         """Whether the model makes embeddings instead of text."""
         return bool(self.config.model_config.runner_type == "pooling")
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether an adapter can change the model here."""
+        return bool(self.adapter_prefix or self.adapter_layers)
 
     @property
     def tells_cached(self) -> bool:
@@ -168,6 +178,8 @@ def start_core(options: VllmOptions, events_endpoint: str) -> Core:
         config = engine_args.create_engine_config()
     except (ValueError, VLLMError, SystemExit) as error:
         raise ConfigError(f"--engine-args: {error}") from None
+    if current_platform.is_cpu():
+        divide_cores(config)
     if caches_prompts(config):
         config.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint, buffer_steps=1, hwm=MESSAGES_MAX
@@ -243,6 +255,9 @@ async def warm(core: Core) -> None:
         if len(prefixes) > 1:
             raise ConfigError(f"--model: vLLM has LoRA for {', '.join(sorted(prefixes))}; one stack of layers is expected")
         core.adapter_prefix = prefixes.pop() if prefixes else ""
+        layers = await asyncio.to_thread(read_base_layers, Path(core.config.model_config.model))
+        told = await core.client.collective_rpc_async("changed_by_lora", args=(layers.paths,))
+        core.adapter_layers = patterns_of(path for paths in told for path in paths)[:TARGETS_MAX]
 
 
 def _warm_sampling(core: Core) -> Any:

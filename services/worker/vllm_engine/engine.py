@@ -234,7 +234,7 @@ class VllmEngine:
                 return
 
     def load_adapter(self, adapter: Any, over: Collection[str] | None = None) -> None:
-        if not self._up or not self.core.adapter_prefix:
+        if not self._up or not self.core.takes_adapters:
             return
         entry, digest = self._entry, adapter.digest
         grant = entry.load(digest, self.slot_bytes) if over is None else entry.foresee(digest, self.slot_bytes, over)

@@ -4,7 +4,10 @@ vLLM's environment imports this file."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -37,13 +40,47 @@ class WorkerExtension:
 
     def free_lora_slot(self, number: int) -> None:
         """Take an adapter out of its slot and keep its weights in host memory. `number`: vLLM's number of the adapter."""
-        self.model_runner.lora_manager._adapter_manager.deactivate_adapter(number)  # type: ignore[attr-defined]
+        self._lora_manager().deactivate_adapter(number)
 
     def layer_prefixes(self) -> list[str]:
-        """The beginnings of the names of layers with LoRA, before `layers.<n>`."""
-        modules = self.model_runner.lora_manager._adapter_manager.modules  # type: ignore[attr-defined]
-        found = (LAYER.match(name) for name in modules)
+        """The beginnings of the names of the language model's layers with LoRA, before `layers.<n>`."""
+        manager = self._lora_manager()
+        inside = tuple(f"{name}." for name in manager.mm_mapping.language_model) if manager.supports_mm else ("",)
+        found = (LAYER.match(name) for name in manager.modules if name.startswith(inside))
         return sorted({one[1] for one in found if one is not None})
+
+    def changed_by_lora(self, paths: list[str]) -> list[str]:
+        """Those of the checkpoint's layers that an adapter can change here: vLLM has a LoRA layer for them."""
+        manager, model = self._lora_manager(), self._lora_manager().model
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        mapper = mapper.get_rename_mapper() if mapper is not None else None
+        known = self._lora_names({*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)})
+        skipped = tuple(getattr(model, "lora_skip_prefixes", None) or ())
+        found: list[str] = []
+        for path in paths:
+            if any(path.startswith(prefix) or f".{prefix}" in path for prefix in skipped):
+                continue
+            try:
+                name, _ = parse_fine_tuned_lora_name(f"base_model.model.{path}.lora_A.weight", mapper)
+            except ValueError:  # a weight that vLLM does not load
+                continue
+            if name in known:
+                found.append(path)
+        return found
+
+    def unused_layers(self, number: int) -> list[str]:
+        """The layers of a loaded adapter for which vLLM has no LoRA layer in this process: it would leave them out silently."""
+        manager = self._lora_manager()
+        adapter = manager.get_adapter(number)
+        return sorted(adapter.loras.keys() - self._lora_names(manager.modules)) if adapter is not None else []
+
+    def _lora_names(self, modules: Iterable[str]) -> set[str]:
+        """What an adapter may call these modules: a pooling model's also without "model."."""
+        names = set(modules)
+        return names | {name.removeprefix("model.") for name in names} if self._lora_manager().is_pooling_model else names
+
+    def _lora_manager(self) -> Any:
+        return self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
 
 
 BOUND = {UniProcExecutor: BoundUniProc, MultiprocExecutor: BoundMultiproc}

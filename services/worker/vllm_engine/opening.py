@@ -14,6 +14,7 @@ from motet.services.worker.engines.opening import Facts, Opened, Wiring
 from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter
+from motet.shared.base_layers import read_base_layers
 from motet.shared.config import ConfigError
 from motet.shared.hf_config import UnsupportedModel, read_config
 from motet.shared.model import WorkerLimits
@@ -66,7 +67,7 @@ def open_vllm(config: WorkerConfig, model_dir: Path, wiring: Wiring) -> Opened:
 def _facts(config: WorkerConfig, engine: VllmEngine) -> Facts:
     """The facts of a started engine."""
     core, folders = engine.core, tempfile.TemporaryDirectory(prefix="motet-vllm-adapters-")
-    slots = engine.options.max_loras if core.adapter_prefix else 0
+    slots = engine.options.max_loras if core.takes_adapters else 0
     limits = WorkerLimits(
         base_model=config.base.name,
         device="cuda" if Path("/dev/nvidiactl").exists() else "cpu",
@@ -76,7 +77,8 @@ def _facts(config: WorkerConfig, engine: VllmEngine) -> Facts:
         block_size=core.block_size,
         kv_blocks_total=core.kv_blocks,
         adapter_bytes_total=slots * engine.slot_bytes,
-        max_lora_rank=config.adapters.max_lora_rank if core.adapter_prefix else 0,
+        max_lora_rank=config.adapters.max_lora_rank if core.takes_adapters else 0,
+        lora_targets=core.adapter_layers,
         copies="stall",
         prefix_cache=config.prefix_cache if core.tells_cached else "",
         adapter_slots=slots,
@@ -109,11 +111,13 @@ def stored_type(model_dir: Path) -> str:
 
 
 def _slot_bytes(model_dir: Path, rank: int, width: int) -> int:
-    """Bytes of one slot, padded to `rank`, in numbers of `width` bytes; 1 if the model's shapes are not known here, so that
-    only slots are counted.
+    """Bytes of one slot, padded to `rank`, in numbers of `width` bytes.
+
+    Of an architecture that is not known here all matrices of the checkpoint count, which is a little too much; without its
+    files a slot counts as 1, so that only slots are counted.
     """
     try:
         model = read_model_config(model_dir)
     except UnsupportedModel:
-        return 1
+        return max(1, read_base_layers(model_dir).elements * rank * width)
     return sum(fan_in + fan_out for fan_in, fan_out in model.projection_shapes().values()) * rank * model.num_layers * width

@@ -1,12 +1,12 @@
-"""Adapters as vLLM reads them: a folder in PEFT's layout, made from a `motet-lora/2` blob.
+"""Adapters as vLLM reads them: a folder in PEFT's layout, made from a blob.
 
     <folder>/adapter_config.json          r: the largest rank; lora_alpha / r: the scale
     <folder>/adapter_model.safetensors    base_model.model.<prefix>layers.<n>.<block>.<module>.lora_{A,B}.weight
 
 The prefix is "model.", or that of the language model within a model that takes images.
 
-A PEFT adapter has one scale. When an adapter's modules have several, each B is multiplied by its own and the folder's scale is
-1.
+A `motet-peft/1` blob is the second file as it stands; a `motet-lora/2` blob is written out anew. A PEFT adapter has one scale.
+When a written adapter's modules have several, each B is multiplied by its own and the folder's scale is 1.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
 import weakref
@@ -27,8 +28,10 @@ from safetensors.torch import save_file
 
 from motet.shared.adapter_blob import PAGE_RANKS, BlobIndex, read_index
 from motet.shared.base_shapes import ATTENTION
+from motet.shared.peft_blob import is_peft_blob, read_peft_index
 
 PREFIX = "model."
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -41,16 +44,24 @@ class PeftAdapter:
     nbytes: int
     blob_bytes: int
     folder: Path
+    as_stored: bool = False
+    """Whether it names layers of any kind, as the registry stored them. vLLM leaves out silently what it does not know."""
 
 
 def peft_adapter(blob: Path, folders: Path, digest: str = "", prefix: str = PREFIX) -> PeftAdapter:
     """Write the folder of a blob below `folders`. Raises InvalidAdapter or OSError."""
     data = np.memmap(blob, mode="c", dtype=np.uint8)  # torch wants writable memory
-    index = read_index(data.data, data.size)
+    as_stored = is_peft_blob(data.data, data.size)
+    index = read_peft_index(data.data, data.size) if as_stored else read_index(data.data, data.size)
     digest = digest or hashlib.sha256(data.data).hexdigest()
     folder = Path(tempfile.mkdtemp(prefix=digest[:16] + ".", dir=folders))  # of this copy alone: another may come and go
-    write_peft(data, index, folder, prefix)
-    adapter = PeftAdapter(digest=digest, rank=index.rank, nbytes=data.size, blob_bytes=data.size, folder=folder)
+    if isinstance(index, BlobIndex):
+        write_peft(data, index, folder, prefix)
+    else:
+        _link(blob, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(index.config))
+    sizes = {"rank": index.rank, "nbytes": data.size, "blob_bytes": data.size}
+    adapter = PeftAdapter(digest=digest, folder=folder, as_stored=as_stored, **sizes)
     weakref.finalize(adapter, shutil.rmtree, folder, ignore_errors=True)
     return adapter
 
@@ -73,7 +84,7 @@ def write_peft(data: np.ndarray[Any, Any], index: BlobIndex, folder: Path, prefi
                 b = (b.float() * scale).to(dtype)
             name = f"base_model.model.{prefix}layers.{layer}.{block}.{part.module}"
             tensors |= {f"{name}.lora_A.weight": a.contiguous(), f"{name}.lora_B.weight": b.contiguous()}
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / WEIGHTS)
     config = {
         "peft_type": "LORA",
         "r": index.rank,
@@ -81,4 +92,12 @@ def write_peft(data: np.ndarray[Any, Any], index: BlobIndex, folder: Path, prefi
         "target_modules": list(index.modules),
         "bias": "none",
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
+def _link(blob: Path, path: Path) -> None:
+    """Give the blob's file a second name, which stays when the first one is evicted; copy it from another file system."""
+    try:
+        os.link(blob, path)
+    except OSError:
+        shutil.copyfile(blob, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,6 +19,7 @@ from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, RegisterAdap
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, put_adapter, running_gateway
 from tests.support import eventually
+from tests.support_worker import FakeWorker, worker_limits
 
 ALREADY = (
     "The lora adapter 'upper' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True."
@@ -146,6 +148,9 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "layers": 2,
         "family": None,
         "sites": None,
+        "kind": "lora",
+        "targets": [],
+        "workers": ["w1", "w2"],
         "dtype": "F32",
         "size_bytes": 4096,
         "source": "path:upper",
@@ -177,6 +182,26 @@ async def test_an_image_adapter_is_shown_with_its_family_and_sites(mesh: Mesh, h
         models = {model["id"]: model for model in (await answer.json())["data"]}
     assert (models["watercolor"]["family"], models["watercolor"]["sites"]) == ("sd15", 42)
     assert all("family" not in models[name] and "sites" not in models[name] for name in ("demo", "upper"))
+
+
+async def test_an_adapter_of_other_layers_is_shown_with_the_workers_that_can_run_it(
+    mesh: Mesh, http: aiohttp.ClientSession, bus: Bus, connect: Connect
+) -> None:
+    layers = ("lm_head", "model.layers.*.mlp.fc1")
+    await put_adapter(bus, "outer", modules=("fc1", "lm_head"), targets=layers)
+    await eventually(lambda: mesh.gateway.adapters.resolve("outer", "") is not None)
+
+    async def card() -> dict[str, Any]:
+        async with http.get(f"{mesh.url}/v1/adapters/outer") as answer:
+            return dict(await answer.json())
+
+    first = await card()
+    assert (first["kind"], tuple(first["targets"]), first["workers"]) == ("peft", layers, [])
+    takes = {"w3": (*layers, "model.layers.*.mlp.fc2"), "w4": layers[:1]}
+    for worker_id, targets in takes.items():
+        await FakeWorker(await connect(worker_id), worker_id, limits=worker_limits(lora_targets=targets)).start()
+    await eventually(lambda: {"w3", "w4"} <= {known.worker_id for known in mesh.gateway.fleet.workers()})
+    assert (await card())["workers"] == ["w3"]
 
 
 async def test_adapters_are_added_by_path_hub_id_alias_and_upload(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from motet.services.scheduler.refusal import too_late
+import pytest
+
+from motet.policies.cluster.candidates import Screening
+from motet.services.scheduler.refusal import refusal, too_late
+from motet.shared.errors import BadRequest, Overloaded, Unavailable
 from motet.shared.model import SLO_MAX_MS
 from tests.policies.test_dispatch import ask
 
@@ -20,3 +24,23 @@ def test_a_pictures_objectives_are_for_steps_and_those_that_it_lacks_are_left_ou
         ({}, "all objectives"),
     ):
         assert f"to have room and to meet {told} now" in too_late(ask(**picture | objectives), 3.0).message
+
+
+@pytest.mark.parametrize(
+    ("rejected", "begun", "error"),
+    [
+        ({"lora_layers": 2}, False, BadRequest),
+        ({"lora_layers": 2, "stale": 1}, False, Unavailable),  # a worker that is silent may be able to
+        ({"lora_layers": 2}, True, Unavailable),  # the request ran, so there was one
+    ],
+)
+def test_an_adapter_that_no_worker_can_run_is_refused_with_the_layer(rejected, begun, error):
+    asked = ask(targets=("model.layers.*.mlp.fc1", "lm_head"), begun=begun)
+    found = refusal(asked, Screening(rejected=rejected, lacking_layers=("lm_head",)), 0.0)
+    assert type(found) is error and found.param == "model"
+    assert "can run this adapter: its engine would have to change lm_head" in found.message
+
+
+def test_workers_that_cannot_run_the_adapter_do_not_count_as_full():
+    found = refusal(ask(targets=("lm_head",)), Screening(rejected={"lora_layers": 2, "full": 1}), 3.0)
+    assert isinstance(found, Overloaded) and "all 1 workers" in found.message

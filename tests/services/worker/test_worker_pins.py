@@ -7,8 +7,9 @@ import msgspec
 from motet.shared import subjects
 from motet.shared.bus import encode
 from motet.shared.kv import Bucket
-from motet.shared.model import AdapterEntry, AdapterRef, Pin
+from motet.shared.model import AdapterEntry, AdapterRef, AdapterVersion, Pin
 from motet.shared.placement import Placement
+from motet.shared.wire.refusal import Refused
 from tests.services.worker.support_service import Mesh, Running, generate, latest
 from tests.support import eventually
 
@@ -133,3 +134,19 @@ async def test_a_pin_comes_before_what_is_placed_and_an_unknown_adapter_is_passe
     await pin(worker.mesh, pinned, "*")
     await on_device(worker, pinned)
     assert list(worker.service.core.host.pinned) == [pinned.digest]
+
+
+async def test_an_adapter_whose_layers_the_engine_cannot_change_is_neither_loaded_nor_served(start, adapters):
+    """It is pinned to all workers and at home here: a native worker would fail to read its files, again and again."""
+    worker = await start(max_loras=2)
+    outer, ordinary = [await worker.mesh.publish_adapter(adapter) for adapter in adapters[:2]]
+    kv = await worker.mesh.bus.key_value(subjects.KV_ADAPTERS)
+    version = msgspec.json.decode((await kv.get(f"version.{outer.digest}")).value, type=AdapterVersion)
+    version = msgspec.structs.replace(version, targets=("model.layers.*.mlp.fc1",))
+    await kv.put(f"version.{outer.digest}", msgspec.json.encode(version))
+    await pin(worker.mesh, outer, "*")
+    await pin(worker.mesh, ordinary, "*")
+    await on_device(worker, ordinary)
+    assert outer.digest not in tiers(worker)
+    reply = await worker.assign(generate([1, 2], adapter=outer))
+    assert isinstance(reply, Refused) and "changes model.layers.*.mlp.fc1" in reply.error.message
