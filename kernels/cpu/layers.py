@@ -206,4 +206,3 @@ def _fill(pages: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def layers_engine(isa: str | None = None) -> CpuEngine:
     """The library for an instruction set, whose registers this process may use. Raises BuildError, ValueError."""
     return CpuEngine(threads=1, isa=choose_isa(isa))
-

@@ -1,0 +1,34 @@
+"""Motet's LoRA inside vLLM: a plug-in that vLLM loads by itself where both are installed (docs/vllm-plugin.md).
+
+    register        vLLM calls it in each of its processes; it replaces one method of vLLM's platform
+    prepare         in the process that computes, when LoRA is on: compiles the kernels, compares a random batch with vLLM's own
+                    wrapper, and patches the layers; on any failure vLLM stays as it was
+    layers          the layers' weights in pages of the adapter's own rank, instead of slots padded to the largest rank
+    wrapper         computes what the layers ask for; what is not covered goes to vLLM's own wrapper
+
+Only vLLM's environment imports the modules of this package other than this one. They look for what they need in vLLM, not for its
+version number.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+SWITCH = "MOTET_VLLM_LORA"
+"""The environment variable that turns the plug-in off when it is 0."""
+
+log = logging.getLogger("vllm.motet")
+"""Below vLLM's own logger, so that its lines look like vLLM's."""
+
+
+def register() -> None:
+    """The entry point `vllm.general_plugins`. It never raises: without the plug-in vLLM works as before."""
+    if os.environ.get(SWITCH, "1").strip().lower() in ("0", "off", "false", "no"):
+        return
+    try:
+        from motet.kernels.vllm.prepare import install
+
+        install()
+    except Exception as error:
+        log.warning("Motet's LoRA kernels are not used: %s: %s", type(error).__name__, error)
