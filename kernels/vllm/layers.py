@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.lora import layers as classes
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA, MergedQKVParallelLinearWithLoRA
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
@@ -22,6 +23,7 @@ from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWith
 from vllm.lora.model_manager import LoRAModelManager
 
 from motet.kernels.cpu.layers import LayerLora
+from motet.kernels.vllm import ops
 from motet.kernels.vllm.prepare import uncovered
 
 LINEAR = (
@@ -47,23 +49,41 @@ class Shapes(tuple[torch.Tensor, ...]):
 def patch() -> None:
     """Change the classes. Raises KeyError or AttributeError, before anything is changed, when vLLM lacks one of the methods."""
     linear = frozenset(getattr(classes, name) for name in LINEAR if hasattr(classes, name))
-    changes: list[tuple[type, str, Callable[..., Any]]] = []
-    for cls in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA, MergedQKVParallelLinearWithLoRA):
-        if cls is BaseLinearLayerWithLoRA or "create_lora_weights" in vars(cls):
-            changes.append((cls, "create_lora_weights", _creating(vars(cls)["create_lora_weights"], linear)))
-    for cls in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA):
-        changes.append((cls, "set_lora", _setting(vars(cls)["set_lora"])))
-    changes.append((BaseLinearLayerWithLoRA, "reset_lora", _resetting(vars(BaseLinearLayerWithLoRA)["reset_lora"])))
-    for cls in (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA):
-        create = vars(cls)["create_lora_weights"]
-        changes.append((cls, "create_lora_weights", _creating_late(create)))
-        changes.append((cls, "set_lora", _setting_late(vars(cls)["set_lora"], create)))
-        changes.append((cls, "reset_lora", _resetting_late(vars(cls)["reset_lora"])))
-    embedding = vars(VocabParallelEmbeddingWithLoRA)
-    changes.append((VocabParallelEmbeddingWithLoRA, "forward", _embedding(embedding["forward"])))
-    changes.append((LoRAModelManager, "_deactivate_adapter", _deactivating(vars(LoRAModelManager)["_deactivate_adapter"])))
-    for cls, name, function in changes:
+    base, merged, merged_qkv = BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA, MergedQKVParallelLinearWithLoRA
+    embedding, logits = VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA
+    creating = functools.partial(_creating, linear=linear)
+    wanted: list[tuple[type, str, Callable[..., Any]]] = [
+        (base, "create_lora_weights", creating),
+        (merged, "create_lora_weights", creating),
+        (merged_qkv, "create_lora_weights", creating),
+        (base, "set_lora", _setting),
+        (merged, "set_lora", _setting),
+        (base, "reset_lora", _resetting),
+        (embedding, "create_lora_weights", _creating_late),
+        (embedding, "set_lora", functools.partial(_setting_late, create=vars(embedding)["create_lora_weights"])),
+        (embedding, "reset_lora", _resetting_late),
+        (embedding, "forward", _embedding),
+        (logits, "create_lora_weights", _creating_late),
+        (logits, "set_lora", functools.partial(_setting_late, create=vars(logits)["create_lora_weights"])),
+        (logits, "reset_lora", _resetting_late),
+        (LoRAModelManager, "_deactivate_adapter", _deactivating),
+        (BaseLayerWithLoRA, "set_mapping", _mapping),
+    ]
+    for cls, name, function in [(cls, name, change(vars(cls)[name])) for cls, name, change in wanted]:
         setattr(cls, name, function)
+
+
+def _mapping(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`set_mapping`, which tells a layer its wrapper: linear layers and embeddings get a name for `ops`."""
+
+    @functools.wraps(own)
+    def set_mapping(self: Any, punica_wrapper: Any) -> None:
+        linear = isinstance(self, BaseLinearLayerWithLoRA)
+        own(self, ops.LayerWrapper(punica_wrapper, self) if linear else punica_wrapper)
+        if isinstance(self, VocabParallelEmbeddingWithLoRA):
+            self.motet_name = ops.named(self)
+
+    return set_mapping
 
 
 def _creating(own: Callable[..., Any], linear: frozenset[type]) -> Callable[..., Any]:
@@ -168,13 +188,15 @@ def _creating_late(own: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(self, "lora_a_stacked_2d"):
             self.lora_a_stacked_2d = self.lora_a_stacked.flatten(0, 1)
         self.motet_later = (max_loras, lora_config, model_config)
-        self.motet_slots: set[int] = set()
+        self.motet_slots = set()
         self.lora_b_stacked.motet_slots = self.motet_slots
 
     return create
 
 
 def _setting_late(own: Callable[..., Any], create: Callable[..., Any]) -> Callable[..., Any]:
+    """`create` is vLLM's own `create_lora_weights`."""
+
     @functools.wraps(own)
     def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
         if self.lora_b_stacked.is_meta:
@@ -202,6 +224,8 @@ def _embedding(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return ops.embedding(self, x)
         if self.punica_wrapper.any_in(self.motet_slots):
             return own(self, x)
         return self.base_layer.forward(x)

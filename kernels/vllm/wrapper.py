@@ -1,4 +1,4 @@
-"""vLLM's wrapper of LoRA kernels on a CPU, with Motet's for linear layers. What they do not cover, vLLM's own class computes."""
+"""vLLM's wrapper of LoRA kernels on a CPU, with Motet's for linear layers. All else is computed by vLLM's class."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STATE = (
 """What `update_metadata` of vLLM's class computes for its own kernels. Here it is computed when something reads it."""
 
 
-class PunicaWrapperMotet(PunicaWrapperCPU):  # type: ignore[misc]
+class PunicaWrapperMotet(PunicaWrapperCPU):
     """LoRA of one model's layers. One step at a time: `update_metadata` tells each row's adapter, then the layers call."""
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, **kwargs: Any) -> None:
