@@ -5,9 +5,9 @@
     batch = LayerBatch.build(row_slot)                                         once per step, for all layers
     add_layer_lora(y, x, layer, batch)                                         y[i, out_s] += (x[i] @ A_s.T) @ B_s.T
 
-A slice is what kernels/lora.py calls a projection: its outputs are some of the layer's columns. Pages are those of kernels/pool.py,
-of one layer, and lie wherever the memory of an adapter was allocated: a slot takes no memory before it has an adapter, and then as
-much as the adapter's own ranks need. src/layer_lora.h has the kernels.
+A slice is what kernels/lora.py calls a projection: its outputs are some of the layer's columns. Pages are those of
+kernels/pool.py, of one layer, and lie wherever the memory of an adapter was allocated: a slot takes no memory before it has an
+adapter, and then as much as the adapter's own ranks need. src/layer_lora.h has the kernels.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class LayerBatch:
     def build(row_slot: np.ndarray, *, isa: str | None = None, threads: int = 0) -> LayerBatch:
         """A batch from `row_slot`, int32 [rows]: each row's slot, -1 for the base alone.
 
-        `isa` is one of `available_isas()`, by default the best one; `threads` 0 means as many as torch's. Raises BuildError when
-        the library cannot be built.
+        `isa` is one of `available_isas()`, by default the best one; `threads` 0 means as many as torch's. Raises BuildError
+        when the library cannot be built.
         """
         return LayerBatch(row_slot, isa, threads or torch.get_num_threads())
 
@@ -124,8 +124,8 @@ class LayerLora:
         pages = -(-rank // PAGE_RANKS)
         if a.shape != (rank, self.fan_in) or b.shape != (out, rank) or pages > self._parts[0].table.shape[2]:
             raise ValueError(
-                f"A {tuple(a.shape)} and B {tuple(b.shape)} do not fit [rank, {self.fan_in}] and [{out}, rank] with ranks up to "
-                f"{self._parts[0].table.shape[2] * PAGE_RANKS}"
+                f"A {tuple(a.shape)} and B {tuple(b.shape)} do not fit [rank, {self.fan_in}] and [{out}, rank] with ranks "
+                f"up to {self._parts[0].table.shape[2] * PAGE_RANKS}"
             )
         return pages
 

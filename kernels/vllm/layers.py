@@ -1,10 +1,10 @@
 """vLLM's layers with LoRA, changed so that a slot is an index: an adapter takes the memory of its own ranks.
 
-    linear layers          pages of `kernels.cpu.layers`. What vLLM reads of `lora_a_stacked`, `lora_b_stacked` are shapes and types,
-                           so these become tensors without memory
+    linear layers          pages of `kernels.cpu.layers`. vLLM reads only shapes and types of `lora_a_stacked` and
+                           `lora_b_stacked`, so these become tensors without memory
     embedding and logits   vLLM's own slots, allocated when the first adapter with such weights comes; most have none
 
-vLLM fuses projections, slices weights for tensor parallelism and multiplies B by the scale, as always; then the pages are written.
+vLLM fuses projections, slices weights for tensor parallelism and multiplies B by the scale, as always; then pages are written.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def patch() -> None:
         (logits, "set_lora", functools.partial(_setting_late, create=vars(logits)["create_lora_weights"])),
         (logits, "reset_lora", _resetting_late),
         (LoRAModelManager, "_deactivate_adapter", _deactivating),
+        (LoRAModelManager, "remove_all_adapters", _removing_all),
         (BaseLayerWithLoRA, "set_mapping", _mapping),
     ]
     for cls, name, function in [(cls, name, change(vars(cls)[name])) for cls, name, change in wanted]:
@@ -175,6 +176,20 @@ def _deactivating(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(self, lora_id)
 
     return deactivate
+
+
+def _removing_all(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Every slot is emptied, also of the adapters that a model was warmed up with."""
+
+    @functools.wraps(own)
+    def remove_all(self: Any) -> None:
+        own(self)
+        for layer in self.modules.values():
+            lora: LayerLora | None = layer.__dict__.get(KEPT)
+            for index in range(lora.slots if lora is not None else 0):
+                layer.reset_lora(index)
+
+    return remove_all
 
 
 def _creating_late(own: Callable[..., Any]) -> Callable[..., Any]:
