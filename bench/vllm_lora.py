@@ -6,8 +6,8 @@
     afterwards      64 adapters of ranks 8 to 64 of the smaller model, in float32: requests whose tokens the plug-in changes
                     (`differences`), and bytes of slots over vLLM's (`adapter_memory_vs_vllm`)
 
-Needs vLLM and Motet in one environment: `make vllm`. vLLM alone takes minutes for a lap of M, so its cells are measured once, and
-only those that the figures need; the others are medians over rounds.
+Needs vLLM and Motet in one environment: `make vllm`. vLLM alone takes minutes for a lap of M, so its cells are measured once,
+and only those that the figures need; the others are medians over rounds.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def same_tokens_and_memory() -> dict[str, Any]:
     options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": MEMORY_ADAPTERS, "max_num_batched_tokens": 128}
     # one slot is empty, and nothing is compiled: the same sums in both
     options |= {"max_loras": MEMORY_ADAPTERS + 1, "max_cpu_loras": MEMORY_ADAPTERS + 1, "max_lora_rank": max(RANKS)}
-    setup = {"model": str(model), "adapters": paths, "options": options | {"enforce_eager": True}}
+    setup: dict[str, Any] = {"model": str(model), "adapters": paths, "options": options | {"enforce_eager": True}}
     setup["laps"] = [{"ask": asked, "tokens": MEMORY_TOKENS}]
     found = {}
     for plugged in (False, True):

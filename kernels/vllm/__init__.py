@@ -1,8 +1,8 @@
 """Motet's LoRA inside vLLM: a plug-in that vLLM loads by itself where both are installed (docs/vllm-plugin.md).
 
     register        vLLM calls it in each of its processes; it replaces one method of vLLM's platform
-    prepare         when a model with LoRA is configured or loaded: compiles the kernels, compares a random batch with vLLM's own
-                    wrapper, and changes the classes of layers; on any failure vLLM stays as it was
+    prepare         when a model with LoRA is configured or loaded: compiles the kernels, compares a random batch with vLLM's
+                    own wrapper, and changes the classes of layers; on any failure vLLM stays as it was
     layers          the layers' weights in pages of the adapter's own rank, instead of slots padded to the largest rank
     wrapper         computes what the layers ask for; what is not covered goes to vLLM's own wrapper
     ops             the layers' LoRA as operations that torch.compile does not look into
