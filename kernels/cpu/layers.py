@@ -12,7 +12,7 @@ adapter, and then as much as the adapter's own ranks need. src/layer_lora.h has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
 from functools import lru_cache
 
@@ -158,6 +158,18 @@ def add_layer_lora(y: torch.Tensor, x: torch.Tensor, layer: LayerLora, batch: La
     for part, column in layer.calls():
         at = y.data_ptr() + column * y.element_size()
         batch.call(byref(part.pool), byref(batch.step), layer._type, part.group, x.data_ptr(), x.stride(0), at, y.stride(0))
+
+
+def slots_of(numbers: Iterable[int], in_slots: Sequence[int | None]) -> np.ndarray:
+    """int32 [rows]: the slot of each row's adapter, -1 for none.
+
+    `numbers`: the number of each row's adapter, 0 for none. `in_slots`: the number of the adapter in each slot. Raises KeyError
+    for an adapter that is in no slot.
+    """
+    found, inverse = np.unique(np.fromiter(numbers, dtype=np.int64), return_inverse=True)
+    slots = {number: slot for slot, number in enumerate(in_slots) if number is not None}
+    slot_of = np.array([slots[number] if number > 0 else -1 for number in found.tolist()], dtype=np.int32)
+    return slot_of[inverse.reshape(-1)]
 
 
 class _Part:

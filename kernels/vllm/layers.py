@@ -79,7 +79,8 @@ def _mapping(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def set_mapping(self: Any, punica_wrapper: Any) -> None:
-        linear = isinstance(self, BaseLinearLayerWithLoRA)
+        # a classification head is found by its wrapper, and is not compiled
+        linear = isinstance(self, BaseLinearLayerWithLoRA) and not hasattr(self, "set_output_mapping")
         own(self, ops.LayerWrapper(punica_wrapper, self) if linear else punica_wrapper)
         if isinstance(self, VocabParallelEmbeddingWithLoRA):
             self.motet_name = ops.named(self)

@@ -59,6 +59,7 @@ def prepared(own: str) -> str:
             return own
         from motet.kernels.vllm import check, layers
 
+        log.info("Preparing Motet's LoRA kernels; before the first start they are compiled, which takes some minutes")
         isa = check.kernels()
         check.compare()
         layers.patch()

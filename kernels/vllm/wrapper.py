@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from motet.kernels.cpu.layers import LayerBatch, LayerLora, add_layer_lora
+from motet.kernels.cpu.layers import LayerBatch, LayerLora, add_layer_lora, slots_of
 
 _STATE = (
     "_token_lora_indices",
@@ -127,11 +127,3 @@ def _state(name: str) -> property:
 
 for _name in _STATE:
     setattr(PunicaWrapperMotet, _name, _state(_name))
-
-
-def slots_of(index_mapping: Iterable[int], lora_index_to_id: list[int | None]) -> np.ndarray:
-    """int32 [rows]: the slot of each row's adapter, -1 for none. Raises KeyError for an adapter that is in no slot."""
-    numbers, inverse = np.unique(np.fromiter(index_mapping, dtype=np.int64), return_inverse=True)
-    slots = {number: slot for slot, number in enumerate(lora_index_to_id) if number is not None}
-    found = np.array([slots[number] if number > 0 else -1 for number in numbers.tolist()], dtype=np.int32)
-    return found[inverse.reshape(-1)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
 
-from motet.kernels.cpu.layers import LayerBatch, LayerLora, add_layer_lora
+from motet.kernels.cpu.layers import LayerBatch, LayerLora, add_layer_lora, slots_of
+from motet.kernels.cpu.sites import torch_threads
 from tests.kernels.support_cpu import DTYPES, ISAS
 
 SLOTS, MAX_RANK, FAN_IN = 6, 64, 96
@@ -145,3 +148,16 @@ def test_what_does_not_fit_is_refused_and_leaves_the_slot_empty() -> None:
     for x, y in [(good[0].double(), good[1]), (good[0][:2], good[1]), (good[0], good[1][:, :40]), (good[0].T, good[1])]:
         with pytest.raises(ValueError, match="are expected"):
             add_layer_lora(y, x, layer, batch)
+
+
+def test_rows_get_the_slots_of_their_adapters() -> None:
+    assert slots_of((7, 0, 9, 9, 7), [9, None, 7]).tolist() == [2, -1, 0, 0, 2]
+    assert slots_of((), [9]).tolist() == []
+    with pytest.raises(KeyError):
+        slots_of((8,), [9, None])
+
+
+def test_a_preloaded_openmp_is_the_one_that_runs_the_threads() -> None:
+    """torch's own is loaded too: a second team of threads would compete for the same cores."""
+    found = torch_threads()
+    assert found is not None and found == ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
