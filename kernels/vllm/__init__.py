@@ -1,6 +1,6 @@
 """Motet's LoRA inside vLLM: a plug-in that vLLM loads by itself where both are installed (docs/vllm-plugin.md).
 
-    register        vLLM calls it in each of its processes; it replaces one method of vLLM's platform
+    register        vLLM calls it in each of its processes; it replaces two methods of vLLM's platform
     prepare         when a model with LoRA is configured or loaded: compiles the kernels, compares a random batch with vLLM's
                     own wrapper, and changes the classes of layers; on any failure vLLM stays as it was
     layers          the layers' weights in pages of the adapter's own rank, instead of slots padded to the largest rank
@@ -13,14 +13,9 @@ its version number.
 
 from __future__ import annotations
 
-import logging
 import os
 
-SWITCH = "MOTET_VLLM_LORA"
-"""The environment variable that turns the plug-in off when it is 0."""
-
-log = logging.getLogger("vllm.motet")
-"""Below vLLM's own logger, so that its lines look like vLLM's."""
+from motet.kernels.vllm.said import SWITCH, log
 
 
 def register() -> None:

@@ -24,7 +24,7 @@ from vllm.lora.model_manager import LoRAModelManager
 
 from motet.kernels.cpu.layers import LayerLora
 from motet.kernels.vllm import ops
-from motet.kernels.vllm.prepare import uncovered
+from motet.kernels.vllm.said import uncovered
 
 LINEAR = (
     "ReplicatedLinearWithLoRA",

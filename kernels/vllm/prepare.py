@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from motet.kernels.vllm import SWITCH, log
+from motet.kernels.vllm.said import SWITCH, log
 
 WRAPPER = "motet.kernels.vllm.wrapper.PunicaWrapperMotet"
 OWN = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
@@ -84,10 +84,3 @@ def _do_not_compile() -> None:
         own(self)
 
     LoRAModelManager._create_lora_modules = create
-
-
-def uncovered(what: Any, why: str, _said: set[tuple[str, str]] = set()) -> None:  # noqa: B006
-    """Say once that the LoRA of a class of layers stays with vLLM."""
-    if (type(what).__name__, why) not in _said:
-        _said.add((type(what).__name__, why))
-        log.info("LoRA of %s stays with vLLM's own kernels: %s", type(what).__name__, why)
