@@ -16,6 +16,7 @@ def make(setup: dict[str, Any]) -> Generate:
     from vllm.lora.request import LoRARequest
 
     paths = setup["adapters"]
+    limits = {"max_num_batched_tokens": setup["step_tokens"]} if "step_tokens" in setup else {}
     lora = {"enable_lora": True, "max_loras": len(paths), "max_cpu_loras": len(paths), "max_lora_rank": setup["max_rank"]}
     llm = LLM(
         setup["model"],
@@ -24,7 +25,7 @@ def make(setup: dict[str, Any]) -> Generate:
         max_num_seqs=64,
         skip_tokenizer_init=True,
         disable_log_stats=True,
-        **(lora if paths else {}),
+        **(limits | lora if paths else limits),
     )
     requests = [LoRARequest(f"lora-{i}", i + 1, path) for i, path in enumerate(paths)]
 

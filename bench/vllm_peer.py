@@ -34,8 +34,8 @@ def python() -> str:
     return str(path)
 
 
-def environment(kv_gib: int) -> dict[str, str]:
-    """The environment variables of vLLM's processes.
+def environment(kv_gib: int, *, plugged: bool = False) -> dict[str, str]:
+    """The environment variables of vLLM's processes. `plugged`: with Motet's plug-in, if Motet is installed beside it.
 
     Raises PeerMissing for a library that would have to be preloaded, and when there is not enough memory.
     """
@@ -47,6 +47,7 @@ def environment(kv_gib: int) -> dict[str, str]:
         "LD_PRELOAD": ":".join(map(str, preloaded())),
         "PATH": f"{Path(python()).parent}:{os.environ.get('PATH', '')}",
         "PYTHONPATH": str(ROOT),
+        "MOTET_VLLM_LORA": "1" if plugged else "0",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),

@@ -14,6 +14,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         " (compiled ones or an error) or `reference` (plain torch)",
         "MOTET_CPU_ISA": "instruction set of the compiled CPU kernels, instead of the best one that this machine has",
         "MOTET_CPU_CXXFLAGS": "more flags for the C++ compiler, such as those of a sanitizer",
+        "MOTET_VLLM_LORA": "0: vLLM with LoRA uses its own kernels although Motet is installed beside it (docs/vllm-plugin.md)",
         "MOTET_CACHE_DIR": "directory for compiled kernels and the models of benches; default `$XDG_CACHE_HOME/motet`",
     },
     "Command line": {

@@ -200,6 +200,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 5, c_void_p, c_void_p, c_int64],
     ),
     "motet_site_lora": (None, [c_void_p, *[c_int64] * 3, c_void_p, c_void_p]),
+    "motet_layer_lora": (None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64]),
     "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 7, c_void_p]),
     "motet_loader_new": (c_void_p, [POINTER(Pool), c_int64, c_int64, c_double]),
     "motet_loader_on_device": (c_void_p, [POINTER(Pool), POINTER(DeviceCalls), c_int64, c_double, c_int64]),

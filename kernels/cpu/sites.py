@@ -6,6 +6,7 @@ a call takes one thread. src/site_lora.h has the kernels.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from ctypes import Structure, byref, c_int64, c_void_p
@@ -173,7 +174,12 @@ def sites_library(isa: str | None = None) -> ctypes.CDLL:
 
 @lru_cache
 def torch_threads() -> int | None:
-    """The address of the function by which torch's threads run one function together; None where there is no such thing."""
+    """The address of the function by which torch's threads run one function together; None where there is no such thing.
+
+    An OpenMP library that was preloaded, such as Intel's, replaces the one that torch brings.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
     for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*")):
         try:
             library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)

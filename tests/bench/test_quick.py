@@ -118,6 +118,7 @@ ELSEWHERE = {
     "engines": "tests/bench/test_engines.py",
     "gpu": "tests/bench/test_gpu.py",
     "twin_vllm": "tests/twin/test_vllm_calibrate.py",
+    "vllm_lora": "tests/engines/test_vllm_lora.py",
 }
 """Benches that need something to run on, and where their code is tested without it."""
 

@@ -323,6 +323,8 @@ class Tiles {
     _tile_release();
     key_ = 0;
   }
+  // Others may have configured this thread's tiles.
+  static void forget() { key_ = 0; }
   // 0-3 sums and 4-5 rows of x with `rows` rows, 6-7 weights
   static void for_product(int rows) {
     configure(rows, [&](TileConfig& config) { std::fill_n(config.rows, 6, (uint8_t)rows); });
@@ -355,6 +357,9 @@ class Tiles {
     _tile_loadconfig(&config);
     key_ = key;
   }
+#else
+ public:
+  static void forget() {}
 #endif
 };
 

@@ -242,18 +242,19 @@ INLINE void expand_pages(const LoraPiece& piece, const T* const* pages, int p, i
   }
 }
 
-template <class T>
-static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
-                         const float* s, float* y, int64_t ldy) {
+// `place(row, i)`: the piece's first output of the i-th of its rows, which has that place in `plan.order`.
+template <class T, class Place>
+static void expand_piece_to(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
+                            const float* s, const Place& place) {
   typedef Shrunk<T> S;
-  const int64_t in = pool.in[piece.module], out = pool.out[piece.module], column = first_column(pool, piece);
+  const int64_t in = pool.in[piece.module], out = pool.out[piece.module];
   if constexpr (SIDE_BY_SIDE > 1)
-    if (piece.rows == 1) return expand_beside<T>(pool, plan, piece, after, layer, (const S*)s, y + column, ldy);
+    if (piece.rows == 1) return expand_beside<T>(pool, plan, piece, after, layer, (const S*)s, place);
   const T* pages[MAX_PAGES];
   for (int p = 0; p < piece.pages; ++p)
     pages[p] = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;
   float* to[LORA_ROWS];
-  for (int r = 0; r < piece.rows; ++r) to[r] = y + plan.order[piece.row0 + r] * ldy + column;
+  for (int r = 0; r < piece.rows; ++r) to[r] = place(piece.row0 + r, r);
   const S* sums = (const S*)s + piece.s;
   // many rows: all pages for some outputs, whose sums stay in registers; few rows: page after page, or SIDE_BY_SIDE, in order of address
   constexpr int R = lora_by_pairs<T> ? 8 : 4;
@@ -272,6 +273,14 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
     }
     expand_pages<T, R>(piece, pages, p, together, out, sums, to, next);
   }
+}
+
+// y[row] += s B, float rows of all outputs of the group.
+template <class T>
+static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
+                         const float* s, float* y, int64_t ldy) {
+  float* first = y + first_column(pool, piece);
+  expand_piece_to<T>(pool, plan, piece, after, layer, s, [&](int64_t row, int) { return first + plan.order[row] * ldy; });
 }
 
 }  // namespace motet

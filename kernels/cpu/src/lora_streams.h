@@ -223,10 +223,10 @@ static __attribute__((noinline)) void expand_streams(const T* layer, const int64
   }
 }
 
-// `piece` and those beside it, of the same module with as many pages. `y` is the first output of the piece in row 0.
-template <class T>
+// `piece` and those beside it, of the same module with as many pages. `place(row, i)`: see expand_piece_to; i counts these pieces.
+template <class T, class Place>
 static void expand_beside(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
-                          const Shrunk<T>* s, float* y, int64_t ldy) {
+                          const Shrunk<T>* s, const Place& place) {
   const auto layer_of = [&](int module) { return (const T*)pool.arena + layer * PAGE * (pool.in[module] + pool.out[module]); };
   const T* here = layer_of(piece.module);
   const int64_t* streams = &plan.lone_streams[piece.begin];
@@ -239,7 +239,7 @@ static void expand_beside(const Pool& pool, const LoraPlan& plan, const LoraPiec
       float* to[SIDE_BY_SIDE];
       for (int j = 0; j < together; ++j) {
         const LoraPiece& one = plan.beside_of(piece, r + j);
-        from[j] = s + one.s + p * PAGE, to[j] = y + plan.order[one.row0] * ldy;
+        from[j] = s + one.s + p * PAGE, to[j] = place(one.row0, r + j);
       }
       const int64_t* next = streams + together * some * streams_per_page(some);
       const bool last = p + some == piece.pages && r + together == rows && after && after->rows == 1;

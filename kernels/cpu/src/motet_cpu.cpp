@@ -14,6 +14,7 @@
 #include "assist_server.h"
 #include "device_target.h"
 #include "forward.h"
+#include "layer_lora.h"
 #include "merge.h"
 #include "packing.h"
 #include "probes.h"
@@ -148,6 +149,11 @@ void motet_lora(Engine* engine, int64_t type, const Pool* pool, const int32_t* r
 // One class at one of its sites; x [rows, in] and y [rows, out].
 void motet_site_lora(const SiteBatch* batch, int64_t type, int64_t group, int64_t site, const float* x, float* y) {
   BY_TYPE(type, run_site_lora<T>(*batch, group, site, x, y))
+}
+// The projections of one group of a layer, `x` rows of `in` and `y` rows of all outputs of the group, `ldx` and `ldy` apart.
+void motet_layer_lora(const Pool* pool, const LayerStep* step, int64_t type, int64_t group, const void* x, int64_t ldx, void* y,
+                      int64_t ldy) {
+  BY_TYPE(type, run_layer_lora<T>(*pool, *step, (int)group, x, ldx, y, ldy))
 }
 // `kv_type`: that of the cache of one layer, a Model's `type` or I8.
 void motet_attention(Engine* engine, int64_t kv_type, const Step* step, const float* qkv, void* kv, int64_t layers, int64_t layer_bytes,

@@ -60,6 +60,14 @@ struct SiteBatch {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel of torch, or null
 };
 
+// A step's rows for the layers of another engine, see layer_lora.h. Pools of such layers have one layer each, and may have an arena
+// that begins at address 0, so that `table` has addresses.
+struct LayerStep {
+  const int32_t* row_slot;  // [rows], -1 for the base alone
+  int64_t rows, threads;
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel of the engine's OpenMP, or null
+};
+
 struct Model {
   int64_t type;  // of embed and adapters: F32, BF16 or F16
   int64_t hidden, heads, kv_heads, head_dim, mlp, vocab, layers;
