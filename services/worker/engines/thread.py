@@ -75,6 +75,8 @@ class SteppedEngine(Protocol):
 
     def unload_adapter(self, digest: str) -> bool: ...
 
+    def reject_adapter(self, digest: str, error: MotetError) -> None: ...
+
     def abort_all(self, error: MotetError) -> StepOutput:
         """End every request. Returns their last items."""
 
@@ -174,6 +176,9 @@ class EngineThread(Generic[E]):
 
     def unload_adapter(self, digest: str) -> None:
         self._post(lambda engine: _ignore(engine.unload_adapter(digest)))
+
+    def reject_adapter(self, digest: str, error: MotetError) -> None:
+        self._post(lambda engine: engine.reject_adapter(digest, error))
 
     def abort_all(self, error: MotetError) -> None:
         self._post(lambda engine: engine.abort_all(error))
