@@ -45,19 +45,19 @@ Put = Callable[[str, int, list[StreamItem]], None]
 
 @dataclass(slots=True)
 class _Held:
-    """Items of an adapter's requests in their order. `unread` copies have no reading yet, `judging` readings no verdict."""
+    """Items of an adapter's requests in order. `unread`: the copy has no reading yet; `judging` readings have no verdict."""
 
-    unread: int = 0
+    unread: bool = False
     judging: int = 0
     items: dict[Key, list[tuple[str, StreamItem]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What readings of this worker depend on. `quantized`: the base's weights."""
+    """What readings of this worker depend on. `quantization`: of the base's weights."""
 
     dtype: str
-    quantized: bool
+    quantization: str
     described: str  # engine and worker, for people
 
 
@@ -119,10 +119,10 @@ class Prober:
             return output.items
         for change in output.residency:
             if change.tier is None and (held := self._held.get(change.digest)) is not None and held.unread:
-                held.unread = 0
+                held.unread = False
                 self._fail(change.digest, WorkerLost(f"adapter {change.digest[:12]} left the device before it was probed"))
         for digest in output.loading:
-            self._held.setdefault(digest, _Held()).unread += 1
+            self._held.setdefault(digest, _Held()).unread = True
         for reading in output.readings:
             self._read(reading)
         return {gateway: kept for gateway, items in output.items.items() if (kept := self._passed(gateway, items))}
@@ -152,7 +152,7 @@ class Prober:
     def _read(self, reading: Reading) -> None:
         held = self._held.setdefault(reading.digest, _Held())
         if not reading.merged:
-            held.unread = max(0, held.unread - 1)
+            held.unread = False
         held.judging += 1
         reference = self._known.get(reading.digest)
         if reference is not None:
@@ -162,7 +162,7 @@ class Prober:
 
     def _judge(self, reading: Reading, reference: Reference | None) -> Judged:
         expected = self._accounts.get(reading.digest)
-        return judge(reading, expected, reference, dtype=self._device.dtype, quantized=self._device.quantized)
+        return judge(reading, expected, reference, dtype=self._device.dtype, quantization=self._device.quantization)
 
     async def _fetch(self, digest: str) -> Reference | None:
         try:

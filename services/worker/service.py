@@ -212,7 +212,7 @@ class WorkerService:
         return Prober(
             bus,
             References(bus, kind.quantization),
-            Device(dtype=kind.dtype, quantized=kind.quantization != "none", described=described),
+            Device(dtype=kind.dtype, quantization=kind.quantization, described=described),
             worker_id=self.worker_id,
             engine=self.engine,
             catalog=self.catalog,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from motet.policies.worker.probe import Reading, blank, prompt, watched
+from motet.policies.worker.probe import Reading, blank, prompt
 from motet.services.worker.native.backend import Backend
 from motet.services.worker.native.step_batch import StepBatch
 from motet.shared.clock import now_s
@@ -25,7 +25,7 @@ class NativeProbe:
         self._runner = runner
         vocab_size: int = runner.config.vocab_size
         self._tokens = np.array(prompt(vocab_size), np.int64)
-        self._watched = torch.tensor(watched(vocab_size))
+        self._next = torch.from_numpy(self._tokens[1:, None])
         self._blocks = np.array([runner.probe_blocks], np.int32)  # [1, blocks]
         self._positions = np.arange(len(self._tokens), dtype=np.int64)
         self._kv_slots = self._blocks[0, self._positions // block_size].astype(np.int64) * block_size
@@ -34,7 +34,7 @@ class NativeProbe:
 
     @property
     def base(self) -> np.ndarray:
-        """The base's fingerprint, float32 [watched]; computed once."""
+        """The base's fingerprint, float32 [VALUES]; computed once."""
         if self._base is None:
             self._base = self._forward(-1)
         return self._base
@@ -70,10 +70,10 @@ class NativeProbe:
             context_lens=np.array([rows], np.int32),
             block_tables=self._blocks,
             kv_slots=self._kv_slots,
-            logit_rows=np.array([rows - 1], np.int64),
+            logit_rows=np.arange(rows - 1, dtype=np.int64),
             merged=merged,
         )
         logits = self._runner.forward(batch)
         with torch.inference_mode():
-            chances = torch.log_softmax(logits[0].float(), dim=-1)
-            return chances[self._watched.to(chances.device)].cpu().numpy()
+            chances = torch.log_softmax(logits.float(), dim=-1)
+            return chances.gather(1, self._next.to(chances.device))[:, 0].cpu().numpy()

@@ -165,7 +165,9 @@ async def test_kernels_that_compute_otherwise_than_at_registration_are_found_by_
     assert slots[:2].sum() == 1
     taken = int(np.flatnonzero(slots)[0])
     monkeypatch.setattr(
-        ModelRunner, "forward", lambda self, batch: crossed(self, batch) if self is second.engine.runner and taken == 0 else forward(self, batch)
+        ModelRunner,
+        "forward",
+        lambda self, batch: crossed(self, batch) if self is second.engine.runner and taken == 0 else forward(self, batch),
     )
     assert (await quarantined(second, registry, ref)).verdict == "other"
     assert (await first.refusal(generate([1], adapter=ref))).code == "adapter_quarantined", "it counts for all workers"
@@ -177,7 +179,9 @@ async def test_a_worker_with_another_base_declines_and_quarantines_nothing(start
     await answer(first, [1, 2, 3], ref)
     second = await start()
     second.engine._probe._base = None  # private: the probe's base is computed before a test can replace the weights
-    second.engine.runner.steps._forward = _Other(second.engine.runner.steps._forward)  # private: weights are not replaced elsewhere
+    second.engine.runner.steps._forward = _Other(
+        second.engine.runner.steps._forward
+    )  # private: weights are not replaced elsewhere
     request = generate([1, 2, 3], adapter=ref)
     await second.accepted(request)
     end = await second.mesh.ended(request.request_id)
