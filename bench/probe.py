@@ -1,6 +1,6 @@
 """`python -m bench probe`: whether the probe of loaded adapters finds faults, raises no false alarm, and what it costs.
 
-The engine is a worker's, with the compiled CPU kernels, in float32 and in bfloat16; readings are judged as a worker judges them.
+The engine is a worker's, with the compiled CPU kernels, in float32 and bfloat16; readings are judged as a worker judges them.
 References are made by the first loads in float32 and hold for both types.
 
     faults         four of each kind, planted between file and device, two in each type: a module is not applied, another file,
@@ -180,7 +180,7 @@ def _false_alarms(rigs: Sequence[Rig], loads: int) -> dict[str, Any]:
 
 def _planted(rigs: Sequence[Rig]) -> list[tuple[str, str, Judged | None, Judged]]:
     """(kind, type, verdict, verdict of the answers alone) of each fault in an adapter."""
-    found = []
+    found: list[tuple[str, str, Judged | None, Judged]] = []
     for rig in rigs:
         one, two, mlp, other = rig.adapters[1], rig.adapters[2], rig.adapters[7], rig.adapters[3]
         cases: list[tuple[str, Any, Fault]] = [
@@ -207,7 +207,7 @@ def _other_bases(
     name: str, paths: Sequence[Path], references: dict[str, Reference], home: Path
 ) -> list[tuple[str, str, Judged | None, Judged]]:
     """The same of workers with another base model: other random weights of the same shape."""
-    found = []
+    found: list[tuple[str, str, Judged | None, Judged]] = []
     for seed in (1, 2):
         directory = home / f"base-{seed}"
         write_model(directory, SHAPES[name], dtype="bfloat16", seed=seed)

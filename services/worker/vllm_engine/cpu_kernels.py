@@ -5,8 +5,9 @@ expands these numbers to one per token. On a CPU its kernel writes the result in
 uninitialized memory: as soon as one request of a batch is sampled, the logits of all requests are divided by it. Sampled
 requests then have a wrong temperature, and greedy ones may get any token.
 
-The LoRA part of the output layer expects one row for each sequence that draws a token. Log-probabilities of a prompt are computed
-for each of its tokens, so with an adapter in the batch such a request ended the core. No adapter of ours changes this layer.
+The LoRA part of the output layer expects one row for each sequence that draws a token. Log-probabilities of a prompt are
+computed for each of its tokens, so with an adapter in the batch such a request ended the core. No adapter of ours changes this
+layer.
 """
 
 from __future__ import annotations

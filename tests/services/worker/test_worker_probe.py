@@ -145,9 +145,7 @@ async def test_an_adapter_that_the_kernels_ignore_is_quarantined(start, registry
     assert (await quarantined(worker, registry, ref)).verdict == "ignored"
 
 
-async def test_kernels_that_compute_otherwise_than_at_registration_are_found_by_the_reference(
-    start, registry, adapters, monkeypatch
-):
+async def test_kernels_that_compute_another_adapter_are_found_by_the_reference(start, registry, adapters):
     """The account is right here: only the answers tell."""
     first = await start()
     ref = await first.mesh.publish_adapter(adapters[2])
@@ -155,20 +153,14 @@ async def test_kernels_that_compute_otherwise_than_at_registration_are_found_by_
     second = await start()
     other = await second.mesh.publish_adapter(adapters[3])
     await answer(second, [4, 5], other)
-    forward = ModelRunner.forward
+    (taken,) = np.flatnonzero(second.engine.runner.pool.loaded).tolist()
+    forward = second.engine.runner.forward
 
-    def crossed(self, batch):
-        batch.row_slot = np.where(batch.row_slot >= 0, 0, -1).astype(np.int32)  # the other adapter's slot
-        return forward(self, batch)
+    def crossed(batch):
+        batch.row_slot = np.where(batch.row_slot >= 0, taken, -1).astype(np.int32)
+        return forward(batch)
 
-    slots = second.engine.runner.pool.loaded
-    assert slots[:2].sum() == 1
-    taken = int(np.flatnonzero(slots)[0])
-    monkeypatch.setattr(
-        ModelRunner,
-        "forward",
-        lambda self, batch: crossed(self, batch) if self is second.engine.runner and taken == 0 else forward(self, batch),
-    )
+    second.engine.runner.forward = crossed
     assert (await quarantined(second, registry, ref)).verdict == "other"
     assert (await first.refusal(generate([1], adapter=ref))).code == "adapter_quarantined", "it counts for all workers"
 
