@@ -134,7 +134,8 @@ def _request(core: Core, core_id: str, adapter: tuple[str, int] | None) -> Any:
 
 def _answers(output: Any) -> np.ndarray:
     """The log-probability of each token of the prompt after the first, float32."""
-    return np.array(output.new_prompt_logprobs_tensors.logprobs, np.float32)[:, 0]
+    found: np.ndarray = output.new_prompt_logprobs_tensors.logprobs.float().numpy()
+    return found[:, 0]
 
 
 def _account(told: list[tuple[str, int, float, float]] | None, layers: int) -> Account | None:

@@ -82,7 +82,7 @@ async def test_a_version_that_goes_takes_its_quarantine_and_its_reference_along(
         return not registry.adapters.versions() and not registry.adapters.quarantined
 
     monkeypatch.setattr("motet.services.registry.claims.UNUSED_S", 0.0)
-    monkeypatch.setattr(registry.store, "_idle", lambda digest: True)  # private: no worker tells the registry that it is idle
+    monkeypatch.setattr(registry.usage, "idle", lambda *_: True)
     await eventually(gone)
     assert await bucket.get(info.entry.digest) is None
 

@@ -18,7 +18,7 @@ from motet.shared.model import AdapterRef, Quarantine
 from motet.shared.wire.registry import QuarantineAdapter, RegistryOk
 from tests.services.worker.support_service import Running, generate, latest
 from tests.support import eventually
-from tests.support_models import AdapterFixture, random_prompts
+from tests.support_models import AdapterFixture, make_checkpoint, random_prompts
 
 
 class FakeRegistry:
@@ -165,35 +165,18 @@ async def test_kernels_that_compute_another_adapter_are_found_by_the_reference(s
     assert (await first.refusal(generate([1], adapter=ref))).code == "adapter_quarantined", "it counts for all workers"
 
 
-async def test_a_worker_with_another_base_declines_and_quarantines_nothing(start, registry, adapters):
+async def test_a_worker_with_another_base_declines_and_quarantines_nothing(start, registry, adapters, tmp_path):
     first = await start()
     ref = await first.mesh.publish_adapter(adapters[2])
     await answer(first, [1, 2, 3], ref)
-    second = await start()
-    second.engine._probe._base = None  # private: the probe's base is computed before a test can replace the weights
-    second.engine.runner.steps._forward = _Other(
-        second.engine.runner.steps._forward
-    )  # private: weights are not replaced elsewhere
+    second = await start(model=str(make_checkpoint("llama2", tmp_path / "other", seed=5)))
     request = generate([1, 2, 3], adapter=ref)
     await second.accepted(request)
     end = await second.mesh.ended(request.request_id)
     assert end.error.code == "worker_full" and "base model" in end.error.message, "its gateway asks another worker"
+    assert (await second.refusal(generate([1], adapter=ref))).code == "worker_full"
     assert registry.told == []
     assert await answer(first, [1, 2, 3], ref)
-
-
-class _Other:
-    """Steps of another base: its logits are those of other tokens."""
-
-    def __init__(self, forward) -> None:
-        self._forward = forward
-
-    def __call__(self, batch, helpers):
-        batch.token_ids = (batch.token_ids + 1) % 7
-        return self._forward(batch, helpers)
-
-    def __getattr__(self, name):
-        return getattr(self._forward, name)
 
 
 async def test_a_released_adapter_answers_again_and_nothing_of_the_bad_load_is_left(start, registry, plant, adapters, oracle):
