@@ -101,9 +101,9 @@ class AdapterStore(Claims):
         """
         with reachable():
             found, revision = await self._read(QUARANTINE + digest, Quarantine)
+            await self._probes.delete(digest)
             if found is None:
                 return False
-            await self._probes.delete(digest)
             return await self._kv.delete(QUARANTINE + digest, revision)
 
     # ---- verbs

@@ -214,6 +214,7 @@ class Prober:
             if held is not None and not held.unread and not held.judging:
                 self._let_out(digest)
             return
+        self._known.pop(digest, None)
         log.error("adapter does not answer here", extra={"digest": digest[:12], "verdict": verdict, "reason": judged.why})
         if verdict in QUARANTINED:
             error: MotetError = AdapterQuarantined.of(digest[:12], judged.why)

@@ -152,6 +152,7 @@ class StepStats(Step, kw_only=True):
     merging: MergeStats | None = None
     drawing: DrawingStats | None = None  # of an image engine
     merge_s: float = 0.0  # making the merged copy, before the step
+    probe_s: float = 0.0  # probing adapters, before the step's own pass
     running: int = 0
     waiting: int = 0
     load_s: float = 0.0  # adapters onto the device

@@ -273,7 +273,7 @@ class EngineThread(Generic[E]):
             metrics.STEP_FAILURES.inc()
         elif output.stats.sampled:
             self._failures = 0
-        output.stats.time_ms = (now_s() - began - output.stats.merge_s) * 1000
+        output.stats.time_ms = (now_s() - began - output.stats.merge_s - output.stats.probe_s) * 1000
         self._report(engine, output, began)
 
     def _abort(self, engine: SteppedEngine, error: Exception) -> StepOutput:

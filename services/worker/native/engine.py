@@ -22,6 +22,7 @@ from motet.policies.step.merge_decision import MergeConfig
 from motet.policies.step.merged_copy import MERGE, MergedCopy
 from motet.policies.step.plan_numbers import count_plan
 from motet.policies.worker.assemble import DeviceMemory, batch_core
+from motet.policies.worker.probe import Reading
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.request import EngineLimits, EngineRequest, MergeStats, StepOutput, StepStats
 from motet.services.worker.engines.start_perf import START_PERF
@@ -355,7 +356,7 @@ class Engine:
 
     def _weigh_modes(self, copy: MergedCopy, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
         """Report a step to the merge policy: its duration for the gain of merging, its requests for the credits."""
-        self._step_s = self.clock.step_s
+        self._step_s = self.clock.step_s - self.clock.laps.get("probe", 0.0)
         stats.time_ms = 1000 * self._step_s
         copy.observe(stats)
         assert self._core.modes is not None, "an engine with a merged copy chooses between modes"
@@ -468,15 +469,20 @@ class Engine:
         if self._probe is None or not unread:
             return False
         digest = next(iter(unread))
-        self._output.readings.append(self._probe.read(digest, unread.pop(digest)))
+        self._add_reading(self._probe.read(digest, unread.pop(digest)))
         return True
+
+    def _add_reading(self, reading: Reading) -> None:
+        self._output.readings.append(reading)
+        self._output.stats.probe_s += reading.took_s
+        self.clock.lap("probe")
 
     def _read_merged(self, plan: StepPlan[LiveSequence]) -> None:
         """Probe a copy of the weights with an adapter before the first step that computes with it."""
         if self._probe is None or plan.merged == self._probed_merged:
             return
         if plan.merged:
-            self._output.readings.append(self._probe.read_merged(plan.merged))
+            self._add_reading(self._probe.read_merged(plan.merged))
         if plan.merged or plan.copy_started or plan.dropped:
             self._probed_merged = plan.merged
 

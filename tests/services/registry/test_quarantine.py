@@ -42,7 +42,9 @@ async def test_every_watcher_sees_a_quarantine_and_its_end_and_the_reference_goe
     await client.ask("release", ReleaseAdapter(name="sql", actor="k1"))
     await eventually(lambda: not watch.quarantined and not late.quarantined)
     assert await (await Bucket.open(client.bus, subjects.KV_PROBES)).get(digest) is None
+    await (await Bucket.open(client.bus, subjects.KV_PROBES)).put(digest, b"{}")
     await client.ask("release", ReleaseAdapter(name="sql", actor="k1"))
+    assert await (await Bucket.open(client.bus, subjects.KV_PROBES)).get(digest) is None, "also of one that was not quarantined"
 
 
 async def test_registering_the_same_content_again_ends_a_quarantine(client: Client, roots: Path, registry: RegistryService):
