@@ -38,7 +38,7 @@ CLEAN = ("good", "small")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
-    parser.add_argument("--model", choices=SHAPES, default="SM", help="its shape (default SM)")
+    parser.add_argument("--model", choices=SHAPES, default="S", help="its shape (default S)")
 
 
 @dataclass(slots=True)

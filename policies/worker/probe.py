@@ -171,6 +171,8 @@ def judge(
 def _against(reading: Reading, reference: Reference, dtype: str, quantization: str) -> Judged:
     base, adapter = unpacked(reference.base), unpacked(reference.adapter)
     most = tolerance(base, dtype, reference.dtype, quantization=quantization)
+    if reading.merged:  # weights and update are rounded together
+        most *= 2
     if (far := distance(reading.base, base)) > most:
         why = f"the base model's answers on this worker differ from those at registration by {far:.2g} (at most {most:.2g})"
         return Judged("base", why)

@@ -161,6 +161,8 @@ def test_the_account_counts_before_the_answers_and_not_for_a_merged_adapter():
     judged = judge(reading(found=part), FILE, reference(), dtype="float32")
     assert (judged.verdict, judged.why) == ("partial", "missing on the device: v_proj")
     assert verdict(reading(found=part, merged=True), reference()) == "good"
+    assert verdict(reading(BASE + 1 + 1.9e-3 * SPREAD, merged=True), reference()) == "good", "rounded together: twice as much"
+    assert verdict(reading(BASE + 1 + 2.1e-3 * SPREAD, merged=True), reference()) == "other"
 
 
 def test_a_reading_that_failed_says_why_and_quarantines_nothing():
