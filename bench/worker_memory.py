@@ -68,7 +68,7 @@ MIB = 1 << 20
 WAYS: dict[str, dict[str, str]] = {
     "on demand": {"plugins": "bench.rivals", "adapter_eviction": "none", "cold_start": "blocking", "device_memory": "fixed"},
     "motet": {},
-    "assisted": {"assist_processes": "1"},
+    "assisted": {"assist_processes": "1", "adapter_probe": "off"},  # its tokens would wait for the whole copy
 }
 """Options of the worker, beyond those of `_bed`."""
 OURS, RIVAL, ASSISTED = "motet", "on demand", "assisted"

@@ -249,6 +249,9 @@ class EchoEngine:
     def unload_adapter(self, digest: str) -> None:
         """It has no adapters."""
 
+    def reject_adapter(self, digest: str, error: MotetError) -> None:
+        """It has no adapters."""
+
     def abort_all(self, error: MotetError) -> None:
         """No request is left behind."""
 

@@ -270,6 +270,22 @@ class LoraPool:
         self.loaded_layers[slot] = 0
         self.version += 1
 
+    def norms(self, slot: int) -> dict[str, np.ndarray]:
+        """{module: float64 [layers, 2]} of a slot's adapter: the Frobenius norms of A and of scale * B in each layer."""
+        found: dict[str, np.ndarray] = {}
+        for m, module in enumerate(self.names):
+            if not self.pages[slot, m]:
+                continue
+            count, split = self.counts[module], PAGE_RANKS * self.shapes[module][0]
+            squares = torch.zeros((count, 2), dtype=torch.float32, device=self.arena.device)
+            for start in self.table[slot, m, : self.pages[slot, m]].tolist():
+                page = self._span(self.arena, start, m).view(count, -1).float().square()
+                squares[:, 0] += page[:, :split].sum(dim=1)
+                squares[:, 1] += page[:, split:].sum(dim=1)
+            found[module] = squares.double().sqrt().cpu().numpy()
+            found[module][:, 1] *= np.abs(self.scales[slot, m, :count])
+        return found
+
     def resize(self, bytes_total: int) -> None:
         """Change `bytes_total`, between steps. When it falls, pages move down and the end of the arena is given back.
 

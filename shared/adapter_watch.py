@@ -16,7 +16,7 @@ from motet.shared import subjects
 from motet.shared.adapter_chat import AdapterChat
 from motet.shared.bus import Bus
 from motet.shared.kv_watch import KvWatch
-from motet.shared.model import AdapterEntry, AdapterRef, AdapterVersion
+from motet.shared.model import AdapterEntry, AdapterRef, AdapterVersion, Quarantine
 from motet.shared.refused_adapters import KEY as REFUSED
 from motet.shared.refused_adapters import RefusedAdapters
 from motet.shared.telemetry import logger
@@ -24,10 +24,11 @@ from motet.shared.tenancy import SHARED
 from motet.shared.wire.registry import AdapterInfo
 
 log = logger("motet.cli.adapters")
-NAME, PRIVATE, VERSION, CHAT = "name.", "private.", "version.", "chat."
+NAME, PRIVATE, VERSION, CHAT, QUARANTINE = "name.", "private.", "version.", "chat.", "quarantine."
 _entry = msgspec.json.Decoder(AdapterEntry)
 _version = msgspec.json.Decoder(AdapterVersion)
 _chat = msgspec.json.Decoder(AdapterChat)
+_quarantine = msgspec.json.Decoder(Quarantine)
 _refused = msgspec.json.Decoder(RefusedAdapters)
 
 
@@ -60,6 +61,8 @@ class AdapterWatch:
         self._following: set[tuple[str, str]] = set()  # of the entries, aliases that follow their target
         self.refused = RefusedAdapters()
         """The adapters of --adapters-dir that are not served, and why."""
+        self.quarantined: dict[str, Quarantine] = {}
+        """The versions that must not answer, by digest."""
         self._chats: dict[str, bytes] = {}  # by digest, as stored; most adapters of a base share a few
         self._started = False
         self._watch = KvWatch(
@@ -168,6 +171,8 @@ class AdapterWatch:
                 version = _version.decode(value)
                 changed = self._versions.get(version.digest) != version
                 self._versions[key.removeprefix(VERSION)] = version
+            elif key.startswith(QUARANTINE):
+                changed, self.quarantined[key.removeprefix(QUARANTINE)] = True, _quarantine.decode(value)
             elif key.startswith(CHAT):
                 if not self._keeps_chats:
                     return
@@ -191,6 +196,8 @@ class AdapterWatch:
             self._following.discard(owned)
         elif key.startswith(VERSION):
             gone = self._versions.pop(key.removeprefix(VERSION), None)
+        elif key.startswith(QUARANTINE):
+            gone = self.quarantined.pop(key.removeprefix(QUARANTINE), None)
         elif key.startswith(CHAT):
             self._chats.pop(key.removeprefix(CHAT), None)
         elif key == REFUSED and self.refused != RefusedAdapters():
@@ -200,6 +207,7 @@ class AdapterWatch:
 
     def _reconcile(self, keys: set[str]) -> None:
         known = [entry_key(*owned) for owned in self._entries] + [VERSION + digest for digest in self._versions] + [REFUSED]
+        known += [QUARANTINE + digest for digest in self.quarantined]
         known += [CHAT + digest for digest in self._chats]
         for key in known:
             if key not in keys:

@@ -11,7 +11,8 @@
     │   └── AdapterNotFound        404  adapter_not_found
     ├── Conflict                   409  conflict
     │   ├── AdapterExists          409  adapter_exists
-    │   └── AdapterInUse           409  adapter_in_use
+    │   ├── AdapterInUse           409  adapter_in_use
+    │   └── AdapterQuarantined     409  adapter_quarantined      its probe failed; it does not answer until that is lifted
     ├── Timeout                    408  request_timeout          the client was too slow to send it
     ├── TooLarge                   413  request_too_large
     │   ├── AnswerTooLarge         413  answer_too_large         more than one message can carry
@@ -143,6 +144,15 @@ class AdapterExists(Conflict):
 
 class AdapterInUse(Conflict):
     code = "adapter_in_use"
+
+
+class AdapterQuarantined(Conflict):
+    code = "adapter_quarantined"
+
+    @classmethod
+    def of(cls, name: str, reason: str) -> AdapterQuarantined:
+        """The error for a request. `name`: of the adapter, or its digest."""
+        return cls(f"adapter {name!r} is quarantined: {reason}", param="model")
 
 
 class Timeout(MotetError):

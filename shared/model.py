@@ -11,12 +11,13 @@ from msgspec import Meta
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers an adapter may target, in the order in which a layer runs them."""
 
-ADAPTER_NAME = re.compile(r"(?!.*/pin\Z)[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
-"""The pattern of adapter names. `/v1/adapters/<name>/pin` is the pin of an adapter, so no name ends like that."""
+ADAPTER_NAME = re.compile(r"(?!.*/(?:pin|quarantine)\Z)[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
+"""The pattern of adapter names. `/v1/adapters/<name>/pin` is the pin of an adapter and `.../quarantine` its quarantine, so no
+name ends like that."""
 ADAPTER_NAME_CHARS = 128
 ADAPTER_NAME_RULE = (
-    f"letters, digits, '_' and '-', single '.' and '/' between them, at most {ADAPTER_NAME_CHARS} characters, and no '/pin' at"
-    " the end"
+    f"letters, digits, '_' and '-', single '.' and '/' between them, at most {ADAPTER_NAME_CHARS} characters, and no '/pin'"
+    " or '/quarantine' at the end"
 )
 """The pattern in words, for error messages."""
 
@@ -231,6 +232,16 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     def covers(self, worker_id: str) -> bool:
         """Whether the pin applies to this worker."""
         return worker_id in self.workers or EVERY_WORKER in self.workers
+
+
+class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a version must not answer (KV `motet_adapters`, key `quarantine.<digest>`, JSON). `policies.worker.probe` decides."""
+
+    digest: str
+    verdict: str
+    reason: str  # for people
+    worker_id: str  # that found it
+    since_unix_ms: int
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

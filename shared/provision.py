@@ -102,6 +102,7 @@ async def provision(
         KeyValueConfig(bucket=subjects.KV_KEYS, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_LEASES, history=1, ttl=30.0, max_value_size=RECORD_BYTES, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_PLACEMENT, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
+        KeyValueConfig(bucket=subjects.KV_PROBES, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_INTAKE, history=1, ttl=30 * DAY_S, max_bytes=INTAKE_BYTES, replicas=replicas),
     ]
     for bucket in buckets:

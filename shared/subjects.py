@@ -33,6 +33,7 @@ KV_ADAPTERS = "motet_adapters"
 KV_LEASES = "motet_leases"
 KV_INTAKE = "motet_intake"  # <request stream>.<sequence>: how often a request was handed back undone
 KV_PLACEMENT = "motet_placement"  # <worker id>: the adapters that it is to keep loaded, by the scheduler that plans
+KV_PROBES = "motet_probes"  # <digest>: what its answers to the probe were at its first load, by the worker that loaded it
 CONSUMER_INTAKE = "intake"  # the durable consumer on each request stream
 BLOBS = "motet_blobs"  # object store: validated adapter blobs by content digest
 PREDICTOR = "motet_predictor"  # object store: what predictors have learned
@@ -78,7 +79,7 @@ def stream(gateway_id: str) -> str:
 
 
 def registry(verb: str) -> str:
-    """any -> registry: register, delete, rollback, alias, pin, list."""
+    """any -> registry: register, delete, rollback, alias, pin, list, release; worker -> registry: quarantine."""
     return f"{REGISTRY}.{verb}"
 
 

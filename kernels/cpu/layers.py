@@ -111,6 +111,20 @@ class LayerLora:
             part.pages[slot] = 0
         self._held[slot] = None
 
+    def norms(self, slot: int) -> list[tuple[float, float]]:
+        """The norms of A and B of each slice of a slot; 0 for a slice that is not adapted."""
+        held, found, at = self._held[slot], list[tuple[float, float]](), 0
+        for number, out in enumerate(self.outs):
+            count = self._part(number).pages_of(slot, number % _MOST)
+            size, cut = count * PAGE_RANKS * (self.fan_in + out), PAGE_RANKS * self.fan_in
+            if held is None or not count:
+                found.append((0.0, 0.0))
+                continue
+            pages = held[at : at + size].view(count, -1).float()
+            found.append((pages[:, :cut].norm().item(), pages[:, cut:].norm().item()))
+            at += size
+        return found
+
     def calls(self) -> list[tuple[_Part, int]]:
         """Groups of slices that one call computes each, and the column where they begin."""
         return [(part, part.column) for part in self._parts]
@@ -194,6 +208,10 @@ class _Part:
             (c_int64 * len(MODULES))(*(out for _, out in fans)),
             None,
         )
+
+    def pages_of(self, slot: int, number: int) -> int:
+        """The pages of slice `number` of a slot."""
+        return int(self.pages[slot, self._first + number])
 
     def point(self, slot: int, number: int, pages: int, held: torch.Tensor, elements: int) -> None:
         """Slice `number` of a slot has `pages` pages of `elements` elements each, from where `held` begins."""

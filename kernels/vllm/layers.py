@@ -24,7 +24,7 @@ from vllm.lora.model_manager import LoRAModelManager
 
 from motet.kernels.cpu.layers import LayerLora
 from motet.kernels.vllm import ops
-from motet.kernels.vllm.said import uncovered
+from motet.kernels.vllm.said import KEPT, uncovered
 
 LINEAR = (
     "ReplicatedLinearWithLoRA",
@@ -36,8 +36,6 @@ LINEAR = (
     "MergedColumnParallelLinearVariableSliceWithLoRA",
 )
 """The classes whose weights are in pages; their subclasses are not."""
-KEPT = "motet_lora"
-"""The attribute of a linear layer that has its LayerLora."""
 
 
 class Shapes(tuple[torch.Tensor, ...]):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+KEPT = "motet_lora"
+"""The attribute of a linear layer of vLLM that has its `kernels.cpu.layers.LayerLora`."""
 SWITCH = "MOTET_VLLM_LORA"
 """The environment variable that turns the plug-in off when it is 0."""
 

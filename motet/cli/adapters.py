@@ -225,6 +225,20 @@ def unpin(name: str, tenant: str | None, url: str) -> None:
     click.echo(f"unpinned {name}")
 
 
+@adapters.command()
+@connection
+@_of_tenant("Tenant that the adapter belongs to; empty: shared by all.")
+@click.argument("name")
+def release(name: str, tenant: str | None, url: str) -> None:
+    """Let a quarantined adapter answer again.
+
+    It was quarantined because a worker's probe after a load found that it was partly ignored, had no effect or was another one.
+    Its next load is probed again, and its answers then are the new reference.
+    """
+    ask(url, "DELETE", _path(name, "/quarantine"), params=_params(tenant))
+    click.echo(f"released {name}")
+
+
 async def upload(
     client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None, chat: bool = True
 ) -> Any:

@@ -108,7 +108,7 @@ def _provision_tenant(tenant: str) -> tuple[str, ...]:
 BUCKETS = (
     f"OBJ_{subjects.PICTURES}",
     *(f"KV_{bucket}" for bucket in (subjects.KV_ADAPTERS, subjects.KV_KEYS, subjects.KV_LEASES, subjects.KV_INTAKE)),
-    f"KV_{subjects.KV_PLACEMENT}",
+    *(f"KV_{bucket}" for bucket in (subjects.KV_PLACEMENT, subjects.KV_PROBES)),
     *(f"OBJ_{bucket}" for bucket in (subjects.BLOBS, subjects.UPLOADS, subjects.PREDICTOR)),
     *(f"OBJ_{bucket}" for bucket in (subjects.PICTURE_FILES, subjects.RESULT_PICTURES)),
 )
@@ -188,11 +188,13 @@ SERVICES: dict[str, Permissions] = {
             f"$KV.{subjects.KV_ADAPTERS}.>",
             *_kv_read(subjects.KV_ADAPTERS),
             *_kv_read(subjects.KV_LEASES),
+            f"$KV.{subjects.KV_PROBES}.*",  # it deletes what no version needs
+            *_kv_read(subjects.KV_PROBES),
             *_store_write(subjects.BLOBS),
             *_store_write(subjects.UPLOADS),
         ),
         subscribe=(subjects.registry("*"), subjects.WORKER_STATES, "$SRV.>"),
-        answers=("gateway",),
+        answers=("gateway", "worker"),
     ),
     "worker": Permissions(
         publish=(
@@ -200,6 +202,9 @@ SERVICES: dict[str, Permissions] = {
             subjects.WORKER_STATES,
             subjects.WORKER_NOTICES,
             subjects.kv("*"),
+            subjects.registry("quarantine"),
+            f"$KV.{subjects.KV_PROBES}.*",
+            *_kv_read(subjects.KV_PROBES),
             f"$KV.{subjects.KV_LEASES}.worker.*",
             *_kv_read(subjects.KV_LEASES),
             *_kv_read(subjects.KV_ADAPTERS),

@@ -16,7 +16,7 @@ import msgspec
 
 from motet.services.registry.usage import IDLE_S
 from motet.shared import subjects
-from motet.shared.adapter_watch import CHAT, VERSION, entry_key
+from motet.shared.adapter_watch import CHAT, QUARANTINE, VERSION, entry_key
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import Overloaded, Unavailable
@@ -100,6 +100,7 @@ class Claims:
     async def start(self) -> None:
         """Open the buckets. Raises Unavailable when they do not appear."""
         self._kv = await Bucket.open(self._bus, subjects.KV_ADAPTERS)
+        self._probes = await Bucket.open(self._bus, subjects.KV_PROBES)
         self._blobs = await Objects.open(self._bus, subjects.BLOBS)
         await self._watch.start()
 
@@ -220,6 +221,8 @@ class Claims:
         if now_s() - began > DELETING_S:
             return False  # too slow: another registry may have taken over, finished, and stored it again
         await self._blobs.delete(digest)
+        await self._kv.delete(QUARANTINE + digest)
+        await self._probes.delete(digest)
         if not await self._kv.delete(HOLDS + digest, marked):
             return False
         log.info("version deleted", extra={"digest": digest})

@@ -11,5 +11,6 @@ REGISTRATIONS = counter(
 )
 ADAPTERS = gauge("motet_registry_adapters", "Adapter names, aliases included.")
 VERSIONS = gauge("motet_registry_versions", "Stored adapter versions.")
+QUARANTINED = gauge("motet_registry_adapters_quarantined", "Stored adapter versions that do not answer: their probe failed.")
 BLOB_BYTES = gauge("motet_registry_blob_bytes", "Size of all stored adapter versions in bytes.")
 VALIDATION_S = latency("motet_registry_validation_seconds", "Time to read, check and convert one adapter.")

@@ -4,6 +4,7 @@
     delete     refused while requests run on it unless forced; the weights are removed when no other name points at them
     rollback   a name points at one of its kept earlier versions again
     alias      a second name for the version that another name points at, kept or followed
+    quarantine a worker's probe found that a version must not answer; `release` and a new registration end it
     pin        workers keep what a name points at loaded, in this version and the next ones
     list       every name, in pages
 
@@ -23,7 +24,7 @@ from motet.services.registry.bases import BASE_FILES, Base, open_base
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.files import IMAGE, PeftFiles, quoted, shown
 from motet.services.registry.followers import Followers
-from motet.services.registry.metrics import ADAPTERS, BLOB_BYTES, REGISTRATIONS, VALIDATION_S, VERSIONS
+from motet.services.registry.metrics import ADAPTERS, BLOB_BYTES, QUARANTINED, REGISTRATIONS, VALIDATION_S, VERSIONS
 from motet.services.registry.own_directory import OwnDirectory
 from motet.services.registry.paths import open_found
 from motet.services.registry.sources import Sources
@@ -50,7 +51,7 @@ from motet.shared.errors import (
 from motet.shared.hf_config import UnsupportedModel
 from motet.shared.hub import resolve_model
 from motet.shared.malloc import return_large_buffers
-from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin
+from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin, Quarantine
 from motet.shared.provision import provision
 from motet.shared.refused_adapters import RefusedAdapters
 from motet.shared.service import BusService, run
@@ -63,8 +64,10 @@ from motet.shared.wire.registry import (
     DeleteAdapter,
     ListAdapters,
     PinAdapter,
+    QuarantineAdapter,
     RegisterAdapter,
     RegistryOk,
+    ReleaseAdapter,
     RollbackAdapter,
 )
 from motet.shared.wire.worker_state import WorkerState
@@ -123,6 +126,7 @@ class RegistryService(BusService):
         ADAPTERS.set_function(self.adapters.names)
         VERSIONS.set_function(lambda: len(self.adapters.versions()))
         BLOB_BYTES.set_function(self.adapters.stored_bytes)
+        QUARANTINED.set_function(lambda: len(self.adapters.quarantined))
         await bus.subscribe(subjects.WORKER_STATES, WorkerState, lambda state: self.usage.apply(state, now_s()))
         for verb, kind, handler in (
             ("register", RegisterAdapter, self.register),
@@ -130,6 +134,8 @@ class RegistryService(BusService):
             ("alias", AliasAdapter, self.alias),
             ("rollback", RollbackAdapter, self.rollback),
             ("pin", PinAdapter, self.pin),
+            ("quarantine", QuarantineAdapter, self.quarantine),
+            ("release", ReleaseAdapter, self.release),
             ("list", ListAdapters, self.page),
         ):
             await bus.serve(verb, subjects.registry(verb), kind, handler, queue="registry")
@@ -203,6 +209,7 @@ class RegistryService(BusService):
         self._check_storage(ask, version)
         if chat is not None:
             self._check_chats(ask, chat_digest, len(msgspec.json.encode(chat)))
+        await self.store.release(version.digest)  # what is registered again is tried again
         return await self.store.publish(
             ask.name,
             version,
@@ -263,6 +270,27 @@ class RegistryService(BusService):
             log.info("adapter pinned" if workers else "adapter unpinned", extra={"adapter": ask.name, "tenant": ask.tenant})
             where = f"workers {', '.join(workers)}; " if workers else ""
             await self._note("adapter.pinned" if workers else "adapter.unpinned", ask, info, where)
+        return RegistryOk(adapters=[info])
+
+    async def quarantine(self, ask: QuarantineAdapter) -> RegistryOk:
+        """Keep a version from answering, because of a worker's probe. Raises AdapterNotFound."""
+        facts = {"verdict": ask.verdict, "reason": ask.reason, "worker_id": ask.worker_id}
+        if await self.store.quarantine(Quarantine(digest=ask.digest, since_unix_ms=unix_ms(), **facts)):
+            log.error("adapter quarantined", extra={"adapter": ask.name, "digest": ask.digest[:12]} | facts)
+            event = AuditEvent(
+                action="adapter.quarantined", actor=f"worker {ask.worker_id}", object=ask.name, detail=ask.reason
+            )
+            await self._audit.record(event)
+        return RegistryOk(adapters=[])
+
+    async def release(self, ask: ReleaseAdapter) -> RegistryOk:
+        """End a quarantine. Raises AdapterNotFound."""
+        info = self.adapters.exactly(ask.name, ask.tenant)
+        if info is None:
+            raise AdapterNotFound(f"there is no adapter {quoted(ask.name)}", param="name")
+        if await self.store.release(info.entry.digest):
+            log.info("adapter released", extra={"adapter": ask.name, "tenant": ask.tenant, "actor": ask.actor})
+            await self._note("adapter.released", ask, info)
         return RegistryOk(adapters=[info])
 
     async def page(self, ask: ListAdapters) -> RegistryOk:
@@ -358,7 +386,7 @@ class RegistryService(BusService):
     async def _note(
         self,
         action: str,
-        ask: RegisterAdapter | AliasAdapter | DeleteAdapter | PinAdapter | RollbackAdapter,
+        ask: RegisterAdapter | AliasAdapter | DeleteAdapter | PinAdapter | RollbackAdapter | ReleaseAdapter,
         info: AdapterInfo | None,
         detail: str = "",
     ) -> None:

@@ -5,6 +5,7 @@
                      refused             RefusedAdapters: what --adapters-dir holds and cannot be served
                      forgotten           Forgotten: what --adapters-dir holds and is not registered again
                      version.<digest>    AdapterVersion
+                     quarantine.<digest>    Quarantine: why a version must not answer, as a worker's probe found
                      chat.<digest>       AdapterChat: what versions bring for chats; many may bring the same
                      name.<name>         AdapterEntry that all tenants share
                      private.<tenant>.<name>    AdapterEntry of one tenant; several tenants may use the same name
@@ -33,11 +34,11 @@ from motet.services.registry.claims import ATTEMPTS, HOLDS, Claims, Holds, reach
 from motet.services.registry.files import quoted, too_large
 from motet.shared import subjects
 from motet.shared.adapter_chat import AdapterChat
-from motet.shared.adapter_watch import CHAT, VERSION, entry_key
+from motet.shared.adapter_watch import CHAT, QUARANTINE, VERSION, entry_key
 from motet.shared.bus import Bus
 from motet.shared.clock import unix_ms
 from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, MotetError, Unavailable
-from motet.shared.model import ADAPTER_NAME_RULE, AdapterEntry, AdapterVersion, Pin, is_adapter_name
+from motet.shared.model import ADAPTER_NAME_RULE, AdapterEntry, AdapterVersion, Pin, Quarantine, is_adapter_name
 from motet.shared.objects import Objects, read_object
 from motet.shared.refused_adapters import KEY as REFUSED
 from motet.shared.refused_adapters import RefusedAdapters
@@ -83,6 +84,27 @@ class AdapterStore(Claims):
         """Publish which adapters of --adapters-dir are not served. Raises Unavailable."""
         with reachable():
             await self._kv.put(REFUSED, msgspec.json.encode(refused))
+
+    # ---- quarantine
+
+    async def quarantine(self, why: Quarantine) -> bool:
+        """Keep a version from answering. Returns whether it was free until now. Raises AdapterNotFound."""
+        with reachable():
+            if (await self._read(VERSION + why.digest, AdapterVersion))[0] is None:
+                raise AdapterNotFound(f"there is no version {why.digest[:12]}", param="digest")
+            return await self._write(QUARANTINE + why.digest, why, 0) is not None
+
+    async def release(self, digest: str) -> bool:
+        """End the quarantine of a version, if there is one, and forget its reference.
+
+        Returns whether it was quarantined.
+        """
+        with reachable():
+            found, revision = await self._read(QUARANTINE + digest, Quarantine)
+            await self._probes.delete(digest)
+            if found is None:
+                return False
+            return await self._kv.delete(QUARANTINE + digest, revision)
 
     # ---- verbs
 

@@ -219,6 +219,14 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
             extra=EXPERT,
         ),
     ] = "auto"
+    adapter_probe: Annotated[
+        Literal["on", "off"],
+        Meta(
+            description="after each copy of an adapter to the device compare what is there with its file, and its answers to a"
+            " short prompt with those at its first load; one that is partly ignored, has no effect or is another one is"
+            " quarantined before it answers. off: no such check"
+        ),
+    ] = "on"
     merge: Annotated[
         Switch,
         Meta(

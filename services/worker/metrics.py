@@ -48,6 +48,13 @@ COLD_START_ERROR_S = latency(
     "Absolute error of the predicted time to first token of cold starts, by the way they joined the batch.",
     ["mode"],
 )
+PROBES = counter(
+    "motet_worker_adapter_probes",
+    "Adapters compared with their files and first answers after a copy to the device, by verdict: good; small (too close to the"
+    " base model to tell); partial, ignored, other (quarantined); base (this worker's base model differs); unread.",
+    ["verdict"],
+)
+PROBE_S = latency("motet_worker_adapter_probe_seconds", "Time that the engine took to probe an adapter.")
 LINK_BYTES = counter("motet_worker_link_bytes", "Adapter bytes copied to the device while steps ran.")
 LINK_BYTES_PER_S = gauge("motet_worker_link_bytes_per_second", "Measured rate of adapter copies to the device.")
 COPIES = gauge("motet_worker_adapter_copies", "Adapters being copied to the device.")

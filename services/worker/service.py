@@ -17,7 +17,7 @@ import contextlib
 import resource
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.assemble import worker_core
+from motet.policies.worker.request_life import Key
 from motet.policies.worker.worker_core import WorkerCore
 from motet.policies.worker.worker_events import Assign, CancelRequest, Close, OwnerLost, Pinned, Registered, Stepped, Tick
 from motet.policies.worker.worker_view import View
@@ -35,12 +36,14 @@ from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
-from motet.services.worker.engines.opening import Opened, Wiring, open_engine
+from motet.services.worker.engines.opening import Opened, ProbedKind, Wiring, open_engine
 from motet.services.worker.engines.request import EngineRequest, StepReport
 from motet.services.worker.engines.start_perf import start_perf
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.kv_transfer import KvTransfer, named
 from motet.services.worker.observe import Observer
+from motet.services.worker.probing import Device, Prober
+from motet.services.worker.references import References
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
 from motet.shared import subjects
@@ -56,7 +59,7 @@ from motet.shared.hub import resolve_model
 from motet.shared.image_shapes import is_image_base
 from motet.shared.json_files import FileError
 from motet.shared.leases import LeaseHolder, LeaseWatch
-from motet.shared.model import PerfModel
+from motet.shared.model import AdapterVersion, PerfModel
 from motet.shared.profile import Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
@@ -105,6 +108,7 @@ class WorkerService:
         self._loaded = 0.0
         self._exit = contextlib.AsyncExitStack()
         self.bus: Bus | None = None
+        self.probes: Prober | None = None
 
     # ---- life
 
@@ -173,18 +177,22 @@ class WorkerService:
         )
         self.observer = Observer(self.core, self._times)
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter, self.observer)
-        self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.facts.parse_adapter)
+        self.catalog = Catalog(
+            bus,
+            self.worker_id,
+            on_change=self._on_versions,
+            on_pinned=lambda pinned, homes: self.shell.on(Pinned(pinned, homes)),
+            takes=limits.lora_targets,
+        )
+        parse = self.facts.parse_adapter
+        if config.adapters.adapter_probe == "on" and self.facts.probed is not None:
+            self.shell.probes = self.probes = self._prober(bus, self.facts.probed)
+            parse = self.probes.parsed(parse)
+        self.shell.store = AdapterLoader(bus, files, self.shell, parse=parse)
         self._exit.callback(self.shell.store.close)
         if self.engine.kv is not None and limits.kv_format:
             self.shell.travel = KvTransfer(bus, self.worker_id, self.engine.kv, limits, self._times)
             await self.shell.travel.start()
-        self.catalog = Catalog(
-            bus,
-            self.worker_id,
-            on_change=lambda versions: self.shell.on(Registered(versions)),
-            on_pinned=lambda pinned, homes: self.shell.on(Pinned(pinned, homes)),
-            takes=limits.lora_targets,
-        )
         await self.catalog.start()
         lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
         await LeaseWatch(bus, "gateway", lambda gateway_id: self.shell.on(OwnerLost(gateway_id)), lease).start()
@@ -199,6 +207,28 @@ class WorkerService:
         bus.spawn(self._check_when_idle())
         told = {"model": config.base.name, "device": limits.device, "kv_blocks": limits.kv_blocks_total}
         log.info("serving", extra={"id": self.worker_id} | told)
+
+    def _prober(self, bus: Bus, kind: ProbedKind) -> Prober:
+        described = f"{self.config.engine.engine} {kind.dtype} on worker {self.worker_id}"
+        return Prober(
+            bus,
+            References(bus, kind.quantization),
+            Device(dtype=kind.dtype, quantization=kind.quantization, described=described),
+            worker_id=self.worker_id,
+            engine=self.engine,
+            catalog=self.catalog,
+            adapter_of=self._adapter_of,
+            put=self.frames.put,
+        )
+
+    def _adapter_of(self, key: Key) -> str:
+        entry = self.core.entry(key)
+        return entry.brief.adapter_digest if entry is not None else ""
+
+    def _on_versions(self, versions: Mapping[str, AdapterVersion]) -> None:
+        if self.probes is not None:
+            self.probes.keep(self.catalog.registered)
+        self.shell.on(Registered(versions))
 
     def not_ready(self) -> list[str]:
         reasons = []
@@ -332,9 +362,10 @@ class WorkerService:
     def _on_step(self, report: StepReport) -> None:
         self.shell.step = report.step
         items = [item for items in report.output.items.values() for item in items]
+        passed = report.output.items if self.probes is None else self.probes.sift(report)
         self.observer.ending(item for item in items if item.finish is not None)
         self.shell.on(_stepped(report, items))
-        for gateway_id, its_items in report.output.items.items():
+        for gateway_id, its_items in passed.items():
             self.frames.put(gateway_id, report.step, its_items)
         self.observer.stepped(report)
         if report.failures >= MAX_FAILURES:

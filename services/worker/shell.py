@@ -42,6 +42,7 @@ from motet.services.worker.engines.request import EngineRequest
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.kv_transfer import KvTransfer
 from motet.services.worker.observe import Observer
+from motet.services.worker.probing import Prober
 from motet.services.worker.reports import StateReporter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, TooLarge
@@ -56,11 +57,12 @@ log = logger("motet.worker")
 class Shell:
     """Passes events to the core and carries out its actions. It is the `adapters.Decider` of the adapter store.
 
-    `store` is set before the first event, and `travel` where KV blocks can be fetched.
+    `store` is set before the first event, `travel` where KV blocks can be fetched, and `probes` where adapters are probed.
     """
 
     store: AdapterLoader[HostAdapter]
     travel: KvTransfer | None = None
+    probes: Prober | None = None
 
     def __init__(
         self,
@@ -120,6 +122,8 @@ class Shell:
             case CopyOut(digest):
                 self.engine.unload_adapter(digest)
             case Load(adapter, source):
+                if self.probes is not None:
+                    self.probes.expect(adapter.digest)
                 self.store.load(adapter, source)
             case Evict() | Forget():
                 self.store.evict(action)

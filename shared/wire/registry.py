@@ -74,6 +74,24 @@ class PinAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     actor: str = ""
 
 
+class QuarantineAdapter(msgspec.Struct, kw_only=True):
+    """A worker's probe found that this version must not answer. It is not served by any worker until it is released."""
+
+    digest: str
+    name: str  # by which a request asked for it, for the logs
+    verdict: str
+    reason: str
+    worker_id: str
+
+
+class ReleaseAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """End the quarantine of the version that `tenant`'s `name` points at. Its next load makes a new reference."""
+
+    name: str
+    tenant: str = ""
+    actor: str = ""
+
+
 class ListAdapters(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The names that `tenant` may see ("": the shared ones) after `after`, in order, at most `limit` of them; the next page
     starts after the last name received."""

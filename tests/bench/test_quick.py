@@ -93,6 +93,15 @@ FIGURES = {
     "planner_samples": {"runs", "of"},
     "predictor": {"accuracy_3", "accuracy_3_default", "accuracy_3_baseline", "spearman", "p99_ms_batch32"},
     "quantization": {"exact", "exact_int8", "exact_int4", "perplexity_ratio_int8", "perplexity_ratio_int4", "exact_kv_int8"},
+    "probe": {
+        "probe_found",
+        "planted",
+        "false_alarms",
+        "loads",
+        "probe_vs_prefill",
+        "cold_start_added_ms",
+        "found_by_answers_alone",
+    },
     "rebalance": {"ttft_p99_gain", "lost", "changed", "kv_gain", "kv_changed"},
     "rock": {
         "latency_vs_rrod",

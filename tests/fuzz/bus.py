@@ -25,7 +25,15 @@ from motet.cli.credentials import OPERATOR, grants
 from motet.shared import subjects
 from motet.shared.wire.kv import OpenKv, ProbeKv, ReadKv
 from motet.shared.wire.prediction import Outcome, PredictRequest
-from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, ListAdapters, PinAdapter, RegisterAdapter
+from motet.shared.wire.registry import (
+    AliasAdapter,
+    DeleteAdapter,
+    ListAdapters,
+    PinAdapter,
+    QuarantineAdapter,
+    RegisterAdapter,
+    ReleaseAdapter,
+)
 from motet.shared.wire.request import Cancel, GenerateRequest
 from motet.shared.wire.stream import TokenFrame
 from motet.shared.wire.worker_state import Lease, WorkerDelta, WorkerNotice, WorkerSnapshot
@@ -55,6 +63,8 @@ SPOKEN: dict[str, tuple[type[msgspec.Struct], ...]] = {
         RegisterAdapter,
         AliasAdapter,
         PinAdapter,
+        QuarantineAdapter,
+        ReleaseAdapter,
         DeleteAdapter,
         ListAdapters,
     ),

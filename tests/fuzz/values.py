@@ -16,7 +16,16 @@ from motet.shared.wire.demand import DemandReport
 from motet.shared.wire.kv import KvOpened, KvPart, OpenKv, ProbeKv, ReadKv
 from motet.shared.wire.prediction import Outcome, Prediction, PredictRequest
 from motet.shared.wire.refusal import Refused
-from motet.shared.wire.registry import AliasAdapter, DeleteAdapter, ListAdapters, PinAdapter, RegisterAdapter, RegistryOk
+from motet.shared.wire.registry import (
+    AliasAdapter,
+    DeleteAdapter,
+    ListAdapters,
+    PinAdapter,
+    QuarantineAdapter,
+    RegisterAdapter,
+    RegistryOk,
+    ReleaseAdapter,
+)
 from motet.shared.wire.request import Accepted, Assigned, Cancel, GenerateRequest, Move
 from motet.shared.wire.stream import TokenFrame
 from motet.shared.wire.worker_state import Lease, Ping, Pong, WorkerDelta, WorkerNotice, WorkerSnapshot
@@ -33,6 +42,8 @@ MESSAGES: tuple[Any, ...] = (
         RegisterAdapter,
         AliasAdapter,
         PinAdapter,
+        QuarantineAdapter,
+        ReleaseAdapter,
         DeleteAdapter,
     ),
     *(ListAdapters, RegistryOk),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +32,20 @@ class AdapterChat(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: Annotated[dict[str, str], Meta(description="Special tokens by name, such as eos_token.")]
     generation: Annotated[dict[str, Any], Meta(description="Defaults for requests that give no value.")]
     eos_token_ids: Annotated[list[int], Meta(description="Tokens that end an answer, beside eos_token and the base model's.")]
+
+
+class ShownQuarantine(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an adapter does not answer."""
+
+    verdict: Annotated[
+        Literal["partial", "ignored", "other"],
+        Meta(
+            description="partial: not all of it was on the device; ignored: it had no effect; other: other answers than before."
+        ),
+    ]
+    reason: str
+    worker_id: Annotated[str, Meta(description="The worker whose probe found it.")]
+    since: int
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +93,9 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     chat: Annotated[AdapterChat | None, Meta(description="What it brings for chats; null in lists, or when it brings nothing.")]
     pinned_to: Annotated[tuple[str, ...], Meta(description="Ids of the workers that keep the adapter loaded; `*`: all.")]
     placed_on: Annotated[list[str], Meta(description="Ids of the workers on which a scheduler wants it loaded.")]
+    quarantine: Annotated[
+        ShownQuarantine | None, Meta(description="Why it does not answer: a probe after a load failed. Null: it answers.")
+    ]
 
 
 class Adapters(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +148,16 @@ def resource(gateway: Gateway, info: AdapterInfo, chat: AdapterChat | None = Non
         chat=chat,
         pinned_to=entry.pin.workers if entry.pin is not None else (),
         placed_on=gateway.placements.workers(entry.digest),
+        quarantine=_quarantine(gateway, entry.digest),
     )
+
+
+def _quarantine(gateway: Gateway, digest: str) -> ShownQuarantine | None:
+    found = gateway.adapters.quarantined.get(digest)
+    if found is None:
+        return None
+    verdict = cast(Literal["partial", "ignored", "other"], found.verdict)
+    return ShownQuarantine(verdict=verdict, reason=found.reason, worker_id=found.worker_id, since=found.since_unix_ms // 1000)
 
 
 def chat_of(gateway: Gateway, info: AdapterInfo) -> AdapterChat | None:

@@ -53,6 +53,7 @@ from motet.shared.wire.registry import (
     RegisterAdapter,
     RegistryOk,
     RegistryReply,
+    ReleaseAdapter,
     RollbackAdapter,
 )
 
@@ -67,9 +68,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class _AdapterPath(Convertor[str]):
-    """An adapter's name in a path. `/v1/adapters/<name>/pin` is the pin of an adapter, with methods of its own."""
+    """An adapter's name in a path. `/v1/adapters/<name>/pin` is the pin of an adapter, with methods of its own, and so is
+    its quarantine."""
 
-    regex = r"(?!.*/pin$).*"
+    regex = r"(?!.*/(?:pin|quarantine)$).*"
 
     def convert(self, value: str) -> str:
         return value
@@ -220,6 +222,12 @@ def add_routes(api: APIRouter, gateway: Gateway, description: Description) -> No
         caller = caller_of(request)
         caller.check("adapters", "unpinning an adapter")
         return json_answer(resource(gateway, await registry.pin(name, (), caller, tenant)))
+
+    @api.delete("/v1/adapters/{name:path}/quarantine", **of("Let an adapter answer again.", Adapter, 400, 404, 409, 504))
+    async def release_adapter(name: PathName, request: Request, tenant: ViewOf = None) -> Response:
+        caller = caller_of(request)
+        caller.check("admin", "ending an adapter's quarantine")
+        return json_answer(resource(gateway, await registry.release(name, caller, tenant)))
 
     earlier = of("Make an earlier version current again.", Adapter, 404, 409, 504, body=ChangeRequest)
 
@@ -396,6 +404,17 @@ class _Registry:
             return seen is not None and seen.entry.pin == info.entry.pin
 
         await self._gateway.settled(visible, SETTLE_S)
+        return info
+
+    async def release(self, name: str, caller: Caller, tenant: str | None) -> AdapterInfo:
+        """End the quarantine of the version that `name` refers to."""
+        if not is_adapter_name(name):
+            raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
+        adapters = self._gateway.adapters
+        owner = self._owner(name, caller, tenant, "releasing")
+        message = ReleaseAdapter(name=name, tenant=owner, actor=caller.key_id)
+        (info,) = (await self._ask("release", message, CHANGE_TIMEOUT_S)).adapters
+        await self._gateway.settled(lambda: info.entry.digest not in adapters.quarantined, SETTLE_S)
         return info
 
     def _owner(self, name: str, caller: Caller, tenant: str | None, doing: str = "deleting") -> str:

@@ -26,7 +26,7 @@ from motet.services.gateway.owner.fleet import Fleet
 from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.chat_templates import ChatTemplate
 from motet.shared.clock import now_s
-from motet.shared.errors import BadRequest, PromptTooLong
+from motet.shared.errors import AdapterQuarantined, BadRequest, PromptTooLong
 from motet.shared.model import SLO_MAX_MS, TOKEN_BYTES, AdapterRef, Slo
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
@@ -170,7 +170,7 @@ class Preparer:
     def adapter(self, model: str | None, tenant: str = DEFAULT_TENANT, *, param: str = "model") -> AdapterRef | None:
         """The adapter version that a model name refers to for `tenant`; None for the base model.
 
-        Raises ModelNotFound naming `param`.
+        Raises ModelNotFound naming `param`, AdapterQuarantined.
         """
         if not model or model == self.base_model:
             return None
@@ -179,6 +179,8 @@ class Preparer:
             info = self._adapters.resolve(model.removeprefix(self.base_model + ":"), tenant)
         if info is None or info.version.base_model != self.base_model:
             raise unknown_model(model, self._adapters, tenant, self.base_model, param=param)
+        if self._adapters.quarantined and (why := self._adapters.quarantined.get(info.entry.digest)) is not None:
+            raise AdapterQuarantined.of(info.entry.name, why.reason)
         return msgspec.structs.replace(ref_of(info), name=qualified(info.entry.name, info.entry.tenant))
 
     def profile(self, adapter: AdapterRef | None) -> Profile:

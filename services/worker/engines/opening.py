@@ -35,6 +35,14 @@ class Wiring:
     """For tests and benches: adapter copies to the device take as long as over a link of that speed; 0: no such link."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProbedKind:
+    """The type of activations ("float32", ...), and the quantization of the base's weights ("none" for none)."""
+
+    dtype: str
+    quantization: str = "none"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What never changes of a started engine and its model."""
@@ -49,6 +57,8 @@ class Facts:
     """Those that the start has decided about, by name."""
     slot_bytes: int = 0
     """Device bytes of every adapter's slot; 0 where an adapter takes its own size."""
+    probed: ProbedKind | None = None
+    """What the readings of adapters depend on; None for an engine that takes none."""
     image: ImageLimits | None = None
     """Of an engine with the capability "draws"."""
 

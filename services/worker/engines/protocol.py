@@ -5,6 +5,9 @@
     reports     `engines.request.StepReport`, in the order of steps: items for gateways, requests in a new phase, adapters that
                 came to the device or left it, free memory
 
+An engine that probes adapters reports each copy that begins (`StepOutput.loading`), and one reading for each copy that ended.
+Until then the worker holds back what its requests answer.
+
 An engine keeps its own queue, batches and memory; `policies.worker.worker_core` decides what enters it. Every request that was
 added ends with exactly one item that has `finish`, also after errors. `tests/engines` checks this for every engine.
 """
@@ -94,6 +97,10 @@ class EngineProtocol(Protocol):
 
     def unload_adapter(self, digest: str) -> None:
         """Take an adapter off the device as soon as no request uses it. A report tells when it is gone."""
+
+    def reject_adapter(self, digest: str, error: MotetError) -> None:
+        """An adapter is not what it should be: end its requests with `error`, take it off the device, and forget KV blocks that
+        were computed with it."""
 
     def abort_all(self, error: MotetError) -> None:
         """End all running and waiting requests with `error`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from motet.policies.cluster.describe import brief_of, picture_brief
 from motet.policies.step.cold_start import AssistRates
 from motet.policies.times.step_record import Step
+from motet.policies.worker.probe import Reading
 from motet.shared.errors import MotetError
 from motet.shared.model import AdapterRef, FinishReason, Mechanism, RequestBrief, SamplingParams, Tier
 from motet.shared.wire.request import GenerateRequest, pack_tokens
@@ -151,6 +152,7 @@ class StepStats(Step, kw_only=True):
     merging: MergeStats | None = None
     drawing: DrawingStats | None = None  # of an image engine
     merge_s: float = 0.0  # making the merged copy, before the step
+    probe_s: float = 0.0  # probing adapters, before the step's own pass
     running: int = 0
     waiting: int = 0
     load_s: float = 0.0  # adapters onto the device
@@ -164,6 +166,8 @@ class StepOutput:
     items: dict[str, list[StreamItem]] = field(default_factory=dict)  # by gateway id
     changed: list[RequestBrief] = field(default_factory=list)  # new, or in a new phase
     residency: list[ResidencyChange] = field(default_factory=list)
+    loading: list[str] = field(default_factory=list)  # adapters whose copy has begun and that will be read
+    readings: list[Reading] = field(default_factory=list)  # of adapters, one for each copy that has ended
     stats: StepStats = field(default_factory=StepStats)
     failure: Exception | None = None  # the forward pass failed as a whole; its requests got error items
 
@@ -171,7 +175,8 @@ class StepOutput:
     def empty(self) -> bool:
         """Whether nothing was computed and there is nothing to report."""
         ran = self.stats.decode_rows or self.stats.prefill_requests
-        return not (ran or self.items or self.changed or self.residency or self.failure)
+        told = self.items or self.changed or self.residency or self.loading or self.readings
+        return not (ran or told or self.failure)
 
 
 @dataclass(slots=True)

@@ -76,6 +76,8 @@ class SteppedEngine(Protocol):
 
     def unload_adapter(self, digest: str) -> bool: ...
 
+    def reject_adapter(self, digest: str, error: MotetError) -> None: ...
+
     def abort_all(self, error: MotetError) -> StepOutput:
         """End every request. Returns their last items."""
 
@@ -176,6 +178,9 @@ class EngineThread(Generic[E]):
     def unload_adapter(self, digest: str) -> None:
         self._post(lambda engine: _ignore(engine.unload_adapter(digest)))
 
+    def reject_adapter(self, digest: str, error: MotetError) -> None:
+        self._post(lambda engine: engine.reject_adapter(digest, error))
+
     def abort_all(self, error: MotetError) -> None:
         self._post(lambda engine: engine.abort_all(error))
 
@@ -270,7 +275,7 @@ class EngineThread(Generic[E]):
             metrics.STEP_FAILURES.inc()
         elif output.stats.sampled:
             self._failures = 0
-        output.stats.time_ms = (now_s() - began - output.stats.merge_s) * 1000
+        output.stats.time_ms = (now_s() - began - output.stats.merge_s - output.stats.probe_s) * 1000
         self._report(engine, output, began)
 
     def _abort(self, engine: SteppedEngine, error: Exception) -> StepOutput:

@@ -125,6 +125,12 @@ class ImageEngine:
         """Pin these adapters, and no others."""
         self._adapters.slots.pinned = digests
 
+    def reject_adapter(self, digest: str, error: MotetError) -> None:
+        """End the requests with this adapter, and take it off the device."""
+        for drawing in [one for one in self.batch if digest in [name for name, _ in one.adapters]]:
+            self._fail(drawing, error)
+        self.unload_adapter(digest)
+
     def unload_adapter(self, digest: str) -> bool:
         """Take an adapter off the device when no request holds it. Returns whether it is gone."""
         self._adapters.unload(digest)

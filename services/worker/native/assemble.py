@@ -14,10 +14,11 @@ import torch
 from motet.kernels.device import numbered
 from motet.policies.times.step_times import StepTimes
 from motet.policies.worker.pins import PIN_SHARE
+from motet.policies.worker.probe import PROMPT_TOKENS
 from motet.services.worker.config import MIB, WorkerConfig, free_host_bytes, kv_blocks_for, lora_bytes_for
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.model_config import ModelConfig, quantization_of, read_model_config
-from motet.services.worker.engines.opening import Facts
+from motet.services.worker.engines.opening import Facts, ProbedKind
 from motet.services.worker.engines.request import EngineLimits, EngineRequest
 from motet.services.worker.engines.safetensors_files import files_of
 from motet.services.worker.native.backend import Backend, BackendOptions
@@ -103,6 +104,7 @@ def assemble(
     )
     runner.prepare()
     _warm_up(engine, limits, model.vocab_size, times)
+    engine.read_base()
 
     def parse_adapter(path: Path, digest: str) -> HostAdapter:
         return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
@@ -114,6 +116,7 @@ def assemble(
         eos_token_ids=frozenset({*model.eos_token_ids, *ends}),
         parse_adapter=parse_adapter,
         mechanisms=decided,
+        probed=ProbedKind(str(runner.dtype).removeprefix("torch."), quantization),
     )
 
 
@@ -149,6 +152,7 @@ def _backend_options(
         load_format=config.engine.load_format,
         graphs=not config.engine.enforce_eager,
         loaded=loaded,
+        probe_tokens=PROMPT_TOKENS if config.adapters.adapter_probe == "on" else 0,
     )
 
 
@@ -247,7 +251,9 @@ def memory_of(config: WorkerConfig, model: ModelConfig, model_dir: Path, device:
     if not on_cpu and shares_memory(config, device):
         pages = pages_of(numbered(torch.device(device)))
         assert pages is not None, "it is not a CPU"
-        left -= edge_bytes(model.num_layers, block_bytes, pages.page_bytes, spare_blocks=1)
+        left -= edge_bytes(
+            model.num_layers, block_bytes, pages.page_bytes, spare_blocks=1 + -(-PROMPT_TOKENS // config.kv.block_size)
+        )
     elif config.adapters.merge == "on" and not on_cpu:
         left -= weights  # the most that a merged copy takes; in shared memory it borrows KV blocks
     rank_bytes = sum(map(sum, model.projection_shapes().values())) * model.num_layers * dtype.itemsize

@@ -70,6 +70,8 @@ class BackendOptions:
     """The most rows of a step that a process takes over."""
     max_running: int = 256
     """The most sequences of a step."""
+    probe_tokens: int = 0
+    """Tokens of the KV blocks that the cache has for probes of adapters (`Backend.probe_blocks`)."""
 
 
 class Processes(Protocol):
@@ -112,6 +114,13 @@ class Backend(Protocol):
 
         First the content of blocks is copied, (from, to) in order. Afterwards everything in use lies within the new limits.
         """
+
+    @property
+    def probe_blocks(self) -> Sequence[int]:
+        """KV blocks that no request gets, for probes of adapters; empty without."""
+
+    def norms(self, slot: int) -> dict[str, np.ndarray]:
+        """{module: float64 [layers, 2]} of the slot's adapter as it is on the device: norms of A and of scale * B."""
 
     @property
     def numerics(self) -> str:

@@ -35,15 +35,20 @@ class DeviceAdapters:
         self.resident: dict[str, Residency] = {}
         self.changes: list[ResidencyChange] = []
         self.arrived = 0  # copies that became whole
+        self.loading: list[str] = []  # copies that began, reported with each step
+        self.unread: dict[str, int] = {}  # on the device and not probed yet, in order, with their slots
         self._slots, self._runner, self._perf = slots, runner, perf
         self._weights: dict[str, HostAdapter] = {}  # of the copies under way
         self._began_s: dict[str, float] = {}  # the same copies
+        self._into: dict[str, int] = {}  # their slots
         self._told: tuple[int, dict[str, int], dict[str, int]] = (0, {}, {})  # what the last CopyStats counted up to
 
     def begin(self, slot: int, adapter: HostAdapter) -> None:
         """Copy an adapter into a slot. Raises what the backend raises when it cannot take the weights."""
         self._began_s[adapter.digest] = now_s()
         self._runner.begin_load(slot, adapter)
+        self.loading.append(adapter.digest)
+        self._into[adapter.digest] = slot
         self._weights[adapter.digest] = adapter
         if not self.beside:
             self.whole(adapter.digest)
@@ -53,6 +58,7 @@ class DeviceAdapters:
         adapter = self._weights.pop(digest)
         adapter.rest()
         self.arrived += 1
+        self.unread[digest] = self._into.pop(digest)
         self.resident[digest] = Residency(digest, adapter.rank, self._slots.size_bytes(digest), "device")
         self.changes.append(ResidencyChange(digest, "device", now_s() - self._began_s.pop(digest)))
 
@@ -61,6 +67,8 @@ class DeviceAdapters:
         self._runner.free_adapter(slot)
         self._weights.pop(digest, None)
         self._began_s.pop(digest, None)
+        self._into.pop(digest, None)
+        self.unread.pop(digest, None)
         if self.resident.pop(digest, None) is not None:
             self.changes.append(ResidencyChange(digest, None))
 

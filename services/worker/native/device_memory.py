@@ -37,6 +37,8 @@ class DeviceMemory:
     """Whether KV cache and adapter pool share the memory."""
     pages: PhysicalPages | None = None
     """What elastic memory of a device consists of; None on a CPU."""
+    probe_blocks: tuple[int, ...] = ()
+    """The spare blocks for probes of adapters, before those of the backend."""
 
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
         """Divide the memory anew between KV cache and adapter pool, after copying blocks, (from, to) in order.
@@ -66,13 +68,16 @@ class DeviceMemory:
 
 
 def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = False) -> DeviceMemory:
-    """Make the KV cache and the adapter pool. The cache gets `spare_blocks` more than the engine knows of.
+    """Make the KV cache and the adapter pool. The cache gets `spare_blocks` more than the engine knows of, and those
+    for probes before them.
 
     `int8_kv`: the steps support a cache of 8 bits. Raises UnsupportedModel, and ConfigError when a cache or shared memory is
     asked for that is not supported. Where the memory is elastic, cache and pool are each reserved at the
     size of both together, and each uses only its part.
     """
     config = read_model_config(options.model_dir)
+    probe_blocks = -(-options.probe_tokens // options.block_size)
+    spare_blocks += probe_blocks
     dtype, device = resolve_dtype(options.dtype, config), numbered(torch.device(options.device))
     kv_cache_dtype = options.kv_cache_dtype
     if kv_cache_dtype != "auto" and not int8_kv:
@@ -108,7 +113,9 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = F
         capacity=both,
         pages=pages,
     )
-    return DeviceMemory(config, dtype, device, cache, pool, elastic=both > 0, pages=pages)
+    first = cache.null_block - spare_blocks
+    probes = tuple(range(first, first + probe_blocks))
+    return DeviceMemory(config, dtype, device, cache, pool, elastic=both > 0, pages=pages, probe_blocks=probes)
 
 
 def pages_of(device: torch.device) -> PhysicalPages | None:

@@ -24,6 +24,7 @@ from motet.policies.step.merge_decision import MergeConfig
 from motet.policies.step.merged_copy import MERGE, MergedCopy
 from motet.policies.step.plan_numbers import count_plan
 from motet.policies.worker.assemble import DeviceMemory, batch_core
+from motet.policies.worker.probe import Reading
 from motet.services.worker.engines.adapter_weights import HostAdapter
 from motet.services.worker.engines.protocol import NATIVE
 from motet.services.worker.engines.request import EngineLimits, EngineRequest, MergeStats, StepOutput, StepStats
@@ -33,6 +34,7 @@ from motet.services.worker.native.copies import DeviceAdapters
 from motet.services.worker.native.grammars import Matcher, grammars_for
 from motet.services.worker.native.kv_io import KvIo
 from motet.services.worker.native.merging import CopyMaker
+from motet.services.worker.native.probing import NativeProbe
 from motet.services.worker.native.sampler import Drawn, Sampler
 from motet.services.worker.native.seats import LiveSequence, Seats
 from motet.services.worker.native.step_clock import StepClock
@@ -104,6 +106,8 @@ class Engine:
         self._told_s = 0.0  # when the mechanisms were last told
         self._step_s = 0.0  # how long the last step took, slices of a copy apart
         self._state = self._core.state
+        self._probe = NativeProbe(runner, limits.block_size) if runner.probe_blocks else None
+        self._probed_merged = ""  # the adapter of the copy that was probed last
         self.kv = KvIo(self._core.travelling, runner, self._keys_of)
         """Access to KV blocks, for requests that move between workers."""
         self._seats = Seats(
@@ -173,7 +177,9 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would compute or report anything, now or after `pause_s`."""
         core = self._core
-        return bool(core.busy or core.slots.loading or self._compiling or self._output.items or self._adapters.changes)
+        unread = self._probe is not None and self._adapters.unread
+        waits = self._compiling or self._output.items or self._adapters.changes or unread
+        return bool(core.busy or core.slots.loading or waits)
 
     def add(self, request: EngineRequest, now_s: float) -> None:
         """Queue a request that arrived at `request.arrival_s`. It takes effect with the next step.
@@ -249,9 +255,13 @@ class Engine:
             stats.merge_s = self._maker.advance(self._step_s)
         for digest in self._core.look(self._adapters):
             self._adapters.whole(digest)
+        probed = self._read_adapter()
         if self._core.busy:
             self.clock.begin()
             plan = self._schedule(now_s, stats)
+            if not probed:
+                self._read_adapter()
+            self._read_merged(plan)
             drawn = self._run(plan, stats)
             if drawn is not None:
                 self._postprocess(plan, drawn, stats)
@@ -290,6 +300,18 @@ class Engine:
     def pin_adapters(self, digests: Collection[str]) -> None:
         """Pin these adapters, and no others: they are evicted after all other adapters."""
         self._core.slots.pinned = digests
+
+    def reject_adapter(self, digest: str, error: MotetError) -> None:
+        """End all requests with this adapter, take it off the device, and forget what was computed with it."""
+        for live in [live for live in self._sequences() if live.adapter == digest]:
+            self._fail(live, error, spoiled=True)
+        self.unload_adapter(digest)
+        self._state.kv.forget_all()
+
+    def read_base(self) -> None:
+        """Compute the base's answers to the probe, so that no step waits for them later."""
+        if self._probe is not None:
+            assert self._probe.base is not None
 
     def unload_adapter(self, digest: str) -> bool:
         """Take an adapter off the device, complete or not: now, or when its last request has ended.
@@ -387,7 +409,7 @@ class Engine:
 
     def _weigh_modes(self, copy: MergedCopy, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
         """Report a step to the merge policy: its duration for the gain of merging, its requests for the credits."""
-        self._step_s = self.clock.step_s
+        self._step_s = self.clock.step_s - self.clock.laps.get("probe", 0.0)
         stats.time_ms = 1000 * self._step_s
         copy.observe(stats)
         assert self._core.modes is not None, "an engine with a merged copy chooses between modes"
@@ -440,6 +462,9 @@ class Engine:
     def _take_output(self) -> StepOutput:
         out, self._output = self._output, StepOutput()
         out.residency, self._adapters.changes = self._adapters.changes, []
+        loading, self._adapters.loading = self._adapters.loading, []
+        if self._probe is not None:
+            out.loading = loading
         out.changed = list(self._changed.values())
         self._changed.clear()
         if not out.empty:  # an empty output is not reported, so its copies are reported with the next one
@@ -498,6 +523,29 @@ class Engine:
             self._seats.leave(live)
 
     # ---- adapters
+
+    def _read_adapter(self) -> bool:
+        """Probe the adapter that has been on the device without it for the longest. At most one in a step."""
+        unread = self._adapters.unread
+        if self._probe is None or not unread:
+            return False
+        digest = next(iter(unread))
+        self._add_reading(self._probe.read(digest, unread.pop(digest)))
+        return True
+
+    def _add_reading(self, reading: Reading) -> None:
+        self._output.readings.append(reading)
+        self._output.stats.probe_s += reading.took_s
+        self.clock.lap("probe")
+
+    def _read_merged(self, plan: StepPlan[LiveSequence]) -> None:
+        """Probe a copy of the weights with an adapter before the first step that computes with it."""
+        if self._probe is None or plan.merged == self._probed_merged:
+            return
+        if plan.merged:
+            self._add_reading(self._probe.read_merged(plan.merged))
+        if plan.merged or plan.copy_started or plan.dropped:
+            self._probed_merged = plan.merged
 
     def _move_adapters(self, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
         self.clock.lap("schedule")

@@ -163,6 +163,14 @@ class ModelRunner:
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
         self.memory.divide(kv_blocks, lora_bytes, moves)
 
+    @property
+    def probe_blocks(self) -> Sequence[int]:
+        return self.memory.probe_blocks
+
+    def norms(self, slot: int) -> dict[str, np.ndarray]:
+        with torch.inference_mode():
+            return self.pool.norms(slot)
+
     def read_kv(self, blocks: Sequence[int]) -> np.ndarray:
         with torch.inference_mode():
             return self.memory.cache.copy_out(blocks)

@@ -1,9 +1,13 @@
-"""Replaces a kernel of vLLM 0.32's CPU build that has no effect. Only vLLM's environment imports this file.
+"""Replaces two kernels of vLLM 0.32's CPU build: one has no effect, one fails. Only vLLM's environment imports this file.
 
 With speculative decoding, each drafted token is checked with the temperature, top-k and top-p of its request. vLLM first
 expands these numbers to one per token. On a CPU its kernel writes the result into a temporary copy, so vLLM then reads
 uninitialized memory: as soon as one request of a batch is sampled, the logits of all requests are divided by it. Sampled
 requests then have a wrong temperature, and greedy ones may get any token.
+
+The LoRA part of the output layer expects one row for each sequence that draws a token. Log-probabilities of a prompt are
+computed for each of its tokens, so with an adapter in the batch such a request ended the core. No adapter of ours changes this
+layer.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 from vllm.utils import cpu_triton_utils
@@ -34,9 +39,14 @@ def spread(
     output.copy_(torch.repeat_interleave(given.masked_fill(given == replace_from, replace_to), counts))
 
 
+def unchanged(*_: Any, **__: Any) -> None:
+    """The LoRA part of the output layer, which adapters do not change."""
+
+
 def mend() -> None:
-    """Use `spread` in this process, whether or not vLLM has registered its own kernel already."""
+    """Use `spread` and `unchanged` in this process, whether or not vLLM has registered its own kernel already."""
     if current_platform.is_cpu():
+        PunicaWrapperCPU.add_lora_logits = unchanged
         cpu_triton_utils._expand_kernel_impl = spread
         if SPREAD in dispatcher._registry:
             dispatcher.register_kernels({SPREAD: spread})

@@ -41,6 +41,7 @@ from motet.services.worker.vllm_engine.cache_events import CacheEvents
 from motet.services.worker.vllm_engine.cached_blocks import CachedBlocks
 from motet.services.worker.vllm_engine.core import Core, VllmOptions, start_core, warm
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
+from motet.services.worker.vllm_engine.probing import CoreProbes
 from motet.services.worker.vllm_engine.requests import (
     VllmSequence,
     core_request,
@@ -82,10 +83,14 @@ class VllmEngine:
     deliver: Callable[[StepReport], None]
     slot_bytes: int = 1
     entry_options: WorkerOptions = DEFAULTS
+    probing: bool = False
+    """Every adapter that comes into a slot is read (`probing.py`)."""
     core: Core = field(init=False)
     _live: dict[str, VllmSequence] = field(default_factory=dict)  # by id at vLLM
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _events: CacheEvents = field(default_factory=CacheEvents)
+    _rejections: dict[str, int] = field(default_factory=dict)  # of adapters: later requests find no blocks from before
+    _probes: CoreProbes = field(default_factory=CoreProbes)
     _listener: asyncio.Task[None] | None = None
     _output: StepOutput = field(default_factory=StepOutput)
     _changed: dict[str, RequestBrief] = field(default_factory=dict)
@@ -122,6 +127,8 @@ class VllmEngine:
         if self.core.tells_cached:
             self._listener = asyncio.create_task(self._events.listen(self._on_cache_events))
         await warm(self.core)
+        if self.probing:
+            await self._probes.start(self.core)
         slots = self.options.max_loras
         memory = DeviceMemory(
             kv_blocks=self.core.kv_blocks, block_size=self.core.block_size, adapter_bytes=slots * self.slot_bytes
@@ -193,6 +200,8 @@ class VllmEngine:
             try:
                 self.core = await asyncio.to_thread(start_core, self.options, self._events.endpoint)
                 await warm(self.core)
+                if self.probing:
+                    await self._probes.start(self.core)
             except Exception as failed:
                 log.exception("vLLM's core did not start again")
                 self._failures += 1
@@ -249,6 +258,14 @@ class VllmEngine:
         self._entry.doomed.add(digest)
         self._sweep()
 
+    def reject_adapter(self, digest: str, error: MotetError) -> None:
+        state = self._entry.state
+        for live in [one for one in (*state.waiting, *state.running) if one.adapter == digest]:
+            self._drop(live)
+            self._fail(live, error)
+        self.unload_adapter(digest)
+        self._rejections[digest] = self._rejections.get(digest, 0) + 1
+
     def abort_all(self, error: MotetError) -> None:
         for live in self._live.values():
             self._drop(live)
@@ -294,7 +311,8 @@ class VllmEngine:
                 images = await asyncio.get_running_loop().run_in_executor(core.reader.thread, read)
                 live.image_tokens = len(images.tokens) - live.prompt_tokens
                 live.scheduled = self._entry.state.kv.blocks_for(live.length + live.image_tokens)
-            request = core_request(live, core, self._adapters.number(live.adapter) if live.adapter else 0, images)
+            number = self._adapters.number(live.adapter) if live.adapter else 0
+            request = core_request(live, core, number, images, rejections=self._rejections.get(live.adapter, 0))
             if live.request.sampling.structured is None:
                 core.check(request.params)
             else:
@@ -333,6 +351,9 @@ class VllmEngine:
         for output in outputs.outputs:
             live = self._live.get(output.request_id)
             if live is None:
+                if self._probes and (reading := self._probes.take(output)) is not None:
+                    self._output.readings.append(reading)
+                    self._flush_soon()
                 continue
             (decodes if live.reported else prefills).append(live.rank)
             stats.sampled += 1
@@ -403,11 +424,17 @@ class VllmEngine:
         """Take adapters out of their slots."""
         gone = self._adapters.free(self.core.client, digests)
         self._output.residency += [ResidencyChange(digest, None) for digest in gone]
+        probes = [core_id for digest in digests for core_id in self._probes.left(digest)] if self._probes else []
+        if probes:
+            self._spawn(self._abort(self.core, probes))
         if digests:
             self._flush_soon()
 
     def _bring(self, adapter: PeftAdapter) -> bool:
         """Load an adapter into its slot. Returns whether requests for it may follow at once."""
+        if self.probing:
+            self._output.loading.append(adapter.digest)
+            self._flush_soon()
         at_once = self._adapters.bring(self.core.client, adapter)
         if at_once:
             self._arrived(adapter.digest)
@@ -425,9 +452,17 @@ class VllmEngine:
     def _arrived(self, digest: str) -> None:
         self._output.residency.append(ResidencyChange(digest, "device"))
         self._output.stats.adapters_loaded += 1
+        if self.probing:
+            self._spawn(self._probe(self.core, self._probes.begin(digest), self._adapters.number(digest)))
         if digest in self._entry.slots.loading:
             self._entry.slots.arrived(digest)
         self._flush_soon()
+
+    async def _probe(self, core: Core, core_id: str, number: int) -> None:
+        reading = await self._probes.ask(core, core_id, number)
+        if reading is not None and core is self.core:
+            self._output.readings.append(reading)
+            self._flush_soon()
 
     def _not_loaded(self, digest: str, error: Exception) -> None:
         answer = MotetError(f"adapter {digest} could not be loaded: {error}", param="model")
@@ -469,7 +504,9 @@ class VllmEngine:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        if self._output.items or self._output.residency or self._changed or self._cached.news:
+        output = self._output
+        told = output.items or output.residency or output.loading or output.readings
+        if told or self._changed or self._cached.news:
             self._report(self._output.stats)
         self._flushing = False
 

@@ -7,16 +7,21 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from motet.kernels.vllm.said import KEPT
 from motet.services.worker.vllm_engine.bound import end_with_parent
 from motet.services.worker.vllm_engine.cpu_kernels import mend
 
 mend()
 LAYER = re.compile(r"(.*?)layers\.\d+\.(?:self_attn|mlp)\.")
 """The name of a linear layer of a language model."""
+NUMBERED = re.compile(r".*?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)")
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""The modules of a layer that vLLM computes as one."""
 
 
 class BoundUniProc(UniProcExecutor):
@@ -41,6 +46,31 @@ class WorkerExtension:
     def free_lora_slot(self, number: int) -> None:
         """Take an adapter out of its slot and keep its weights in host memory. `number`: vLLM's number of the adapter."""
         self._lora_manager().deactivate_adapter(number)
+
+    def lora_norms(self, number: int) -> list[tuple[str, int, float, float]] | None:
+        """(module, layer, norm of A, norm of scale * B) of an adapter as it is in its slot; vLLM multiplies B by the scale.
+
+        None where it cannot be told: a part of each matrix is elsewhere, or a layer has a name that adapters do not use.
+        """
+        manager = self._lora_manager()
+        slot = manager.lora_index_to_id.index(number)
+        names: list[tuple[str, int]] = []
+        norms: list[torch.Tensor] = []
+        for name, layer in manager.modules.items():
+            found = NUMBERED.fullmatch(name)
+            if found is None:
+                continue
+            parts = PACKED.get(found[2], (found[2],))
+            if layer.tp_size > 1 or len(parts) != layer.n_slices:
+                return None
+            names += [(part, int(found[1])) for part in parts]
+            if (kept := layer.__dict__.get(KEPT)) is not None:  # the plug-in has its weights (`kernels.vllm`)
+                norms += [torch.tensor(both) for both in kept.norms(slot)]
+                continue
+            for a, b in zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+                norms.append(torch.stack([a[slot].float().norm(), b[slot].float().norm()]))
+        told = torch.stack(norms).cpu().tolist() if norms else []
+        return [(module, layer, *both) for (module, layer), both in zip(names, told, strict=True)]
 
     def layer_prefixes(self) -> list[str]:
         """The beginnings of the names of the language model's layers with LoRA, before `layers.<n>`."""

@@ -10,8 +10,8 @@ from typing import Any
 from motet.policies.worker.pins import PIN_SHARE
 from motet.services.worker.config import GIB, LORA_LEAST_MIB, MIB, WorkerConfig, free_host_bytes
 from motet.services.worker.engines.model_config import read_model_config
-from motet.services.worker.engines.opening import Facts, Opened, Wiring
-from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
+from motet.services.worker.engines.opening import Facts, Opened, ProbedKind, Wiring
+from motet.services.worker.vllm_engine.core import Core, VllmOptions, padded_rank
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter
 from motet.shared.base_layers import read_base_layers
@@ -60,6 +60,7 @@ def open_vllm(config: WorkerConfig, model_dir: Path, wiring: Wiring) -> Opened:
         wiring.deliver,
         slot_bytes=slot_bytes,
         entry_options=config.options,
+        probing=config.adapters.adapter_probe == "on",
     )
     return Opened(engine, partial(_facts, config, engine))
 
@@ -95,7 +96,13 @@ def _facts(config: WorkerConfig, engine: VllmEngine) -> Facts:
         eos_token_ids=core.eos_token_ids,
         parse_adapter=parse_adapter,
         slot_bytes=engine.slot_bytes,
+        probed=_probed(core),
     )
+
+
+def _probed(core: Core) -> ProbedKind:
+    model = core.config.model_config
+    return ProbedKind(str(model.dtype).removeprefix("torch."), model.quantization or "none")
 
 
 def stored_type(model_dir: Path) -> str:

@@ -77,8 +77,9 @@ def sequence(request: EngineRequest, core: Core, slot_bytes: int) -> VllmSequenc
     )
 
 
-def core_request(live: VllmSequence, core: Core, number: int, images: ImagePrompt | None = None) -> Any:
-    """The request in the form of vLLM's core. `number`: vLLM's number of the adapter; `images`: for a prompt with images.
+def core_request(live: VllmSequence, core: Core, number: int, images: ImagePrompt | None = None, *, rejections: int = 0) -> Any:
+    """The request in the form of vLLM's core. `number`: vLLM's number of the adapter; `images`: for a prompt with images;
+    `rejections`: how often the adapter was rejected, after which it shares no KV blocks with requests from before.
 
     Raises BadRequest, or vLLM's error for parameters that it does not take.
     """
@@ -100,7 +101,7 @@ def core_request(live: VllmSequence, core: Core, number: int, images: ImagePromp
         pooling_params=pooling_params(live) if pools else None,
         arrival_time=live.entered_s,
         lora_request=lora,
-        cache_salt=cache_salt(request.cache_scope, live.adapter) or None,
+        cache_salt=cache_salt(request.cache_scope, live.adapter) + (f"#{rejections}" if rejections else "") or None,
         data_parallel_rank=None,
     )
 

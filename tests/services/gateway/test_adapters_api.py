@@ -164,6 +164,7 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "chat": None,
         "pinned_to": [],
         "placed_on": [],
+        "quarantine": None,
     }
     async with http.get(f"{mesh.url}/v1/adapters") as answer:
         assert [adapter["name"] for adapter in (await answer.json())["data"]] == ["upper"]
