@@ -121,9 +121,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for rig in rigs:  # float32 first: its readings are the references
             for adapter in rig.adapters:
                 rig.load(adapter)
-        figures |= _false_alarms(rigs, QUICK_LOADS if args.quick else LOADS)
         found = _planted(rigs) + _other_bases(name, chosen, references, Path(home))
         figures |= _faults(found)
+        figures |= _false_alarms(rigs, QUICK_LOADS if args.quick else LOADS)
         rounds = args.watch.rounds(QUICK_ROUNDS if args.quick else ROUNDS, "rounds")
         figures |= _cost(rigs, _rig(directory, chosen, TYPES[1], references, Path(home), probe="off"), rounds)
     return figures
@@ -142,10 +142,10 @@ def _rig(
     config = WorkerConfig.of(
         model=str(directory),
         dtype=dtype,
-        kv_memory_gib=0.1,
+        kv_memory_gib=0.02,
         max_lora_rank=64,
         max_loras=SLOTS,
-        lora_memory_mib=256,
+        lora_memory_mib=80,
         adapter_probe=probe,
     )
     assembly = assemble(config, directory, StepTimes(START_PERF))
