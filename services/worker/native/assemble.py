@@ -92,7 +92,6 @@ def assemble(
         ends=ends,
         tokenizer=model_dir / "tokenizer.json",
     )
-    kv_format = _kv_format(config, model, model_dir, runner) if config.kv.prefix_cache else ""
     limits = _limits(
         config,
         runner,
@@ -100,7 +99,7 @@ def assemble(
         quantization=quantization,
         max_model_len=max_model_len,
         kv_blocks=kv_blocks,
-        kv_format=kv_format,
+        kv_format=_kv_format(config, model, model_dir, runner) if config.kv.prefix_cache else "",
     )
     runner.prepare()
     _warm_up(engine, limits, model.vocab_size, times)
