@@ -69,16 +69,16 @@ class Rig:
         began = now_s()
         request = EngineRequest.local(f"r{self.asked}", prompt, sampling, weights=adapter, gateway_id="g", arrival_s=began)
         self.engine.add(request, began)
-        judged, took_s, first_s = None, 0.0, 0.0
+        judged, took_s, first_s, answered_s = None, 0.0, 0.0, 0.0
         while self.engine.has_work():
             output = self.engine.step(now_s())
             if output.failure is not None:
                 raise output.failure
             for reading in output.readings:
-                judged, took_s = self.judge(reading), reading.took_s
+                judged, took_s, answered_s = self.judge(reading), reading.took_s, now_s() - began
             if output.items and not first_s:
                 first_s = now_s() - began
-        return judged, first_s, took_s
+        return judged, max(first_s, answered_s), took_s  # its token is held until the reading is there
 
     def judge(self, reading: Reading) -> Judged:
         """The verdict of a worker; the first good reading becomes the reference."""

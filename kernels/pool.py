@@ -279,9 +279,9 @@ class LoraPool:
             count, split = self.counts[module], PAGE_RANKS * self.shapes[module][0]
             squares = torch.zeros((count, 2), dtype=torch.float32, device=self.arena.device)
             for start in self.table[slot, m, : self.pages[slot, m]].tolist():
-                page = self._span(self.arena, start, m).view(count, -1).float().square()
-                squares[:, 0] += page[:, :split].sum(dim=1)
-                squares[:, 1] += page[:, split:].sum(dim=1)
+                page = self._span(self.arena, start, m).view(count, -1)
+                for column, part in enumerate((page[:, :split], page[:, split:])):
+                    squares[:, column] += torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).square()
             found[module] = squares.double().sqrt().cpu().numpy()
             found[module][:, 1] *= np.abs(self.scales[slot, m, :count])
         return found

@@ -31,6 +31,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "MOTET_BASE_IMAGE": "image that the containers are built on",
     },
     "Tests and benches": {
+        "MOTET_TEST_FAULT": "set by a test: a file; while it exists, adapters reach the device without one of their modules",
         "MOTET_TEST_ISAS": "instruction sets on which the kernels' tests run; default: all that this machine has",
         "MOTET_TEST_VLLM": "set by `make test-vllm`: the engine suite runs on vLLM instead of the native engine",
         "MOTET_LLAMA_PYTHON": "Python of an environment with llama-cpp-python and gguf, for `bench engine`",
