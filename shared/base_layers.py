@@ -21,6 +21,8 @@ from motet.shared.errors import MotetError
 from motet.shared.hf_config import UnsupportedModel, canonical, read_raw_config
 
 WEIGHT, OUTPUT, EMBEDDING = ".weight", "lm_head", "embed_tokens"
+PACKED = (".qweight", ".weight_packed")
+"""How tensors of GPTQ, AWQ and compressed-tensors end."""
 TARGETS_MAX = 512
 """Patterns that a worker announces or an adapter has, at most. A large model of images and text has about fifty."""
 _WRAPPERS = re.compile(r"(?:(?:model|language_model|text_model|transformer)\.)*")
@@ -38,7 +40,9 @@ class BaseLayer(msgspec.Struct, frozen=True):
 class BaseLayers:
     """The layers of one checkpoint. Empty when its files are not there, as with a hub id of which only `config.json` is."""
 
-    def __init__(self, layers: Iterable[BaseLayer] = ()) -> None:
+    def __init__(self, layers: Iterable[BaseLayer] = (), *, packed: bool = False) -> None:
+        """`packed`: it also has quantized layers, whose sizes its headers do not tell."""
+        self.packed = packed
         self._layers = {layer.path: layer for layer in layers}
         self._short: dict[str, BaseLayer | None] = {}  # None: several layers have this short name
         for path, layer in self._layers.items():
@@ -87,7 +91,7 @@ def read_base_layers(directory: Path) -> BaseLayers:
     embeddings = [layer for layer in layers if layer.path.rpartition(".")[2] == EMBEDDING]
     if tied and len(embeddings) == 1 and not any(layer.path.rpartition(".")[2] == OUTPUT for layer in layers):
         layers.append(BaseLayer(OUTPUT, embeddings[0].rows, embeddings[0].columns))
-    return BaseLayers(layers)
+    return BaseLayers(layers, packed=any(name.endswith(PACKED) for name in shapes))
 
 
 def pattern(path: str) -> str:

@@ -78,7 +78,7 @@ def needs_layers(paths: Iterable[str], shapes: BaseShapes, layers: BaseLayers) -
         there = layers.find(path)
         if there is not None and (there.columns, there.rows) != shapes.linear(at[1]):
             return True
-        if there is None and layers and layers.find(re.sub(r"layers\.\d+", "layers.0", path)) is None:
+        if there is None and layers and not layers.packed and layers.find(re.sub(r"layers\.\d+", "layers.0", path)) is None:
             return True
     return False
 

@@ -23,7 +23,9 @@ START_S = 240.0
 
 
 @contextmanager
-def vllm_stack(data_dir: Path, model: Path, engine_args: str, adapters: Path | None = None) -> Iterator[LiveStack]:
+def vllm_stack(
+    data_dir: Path, model: Path, engine_args: str, adapters: Path | None = None, start_s: float = START_S
+) -> Iterator[LiveStack]:
     """`motet up --engine vllm` with one worker, three slots, and the adapters of a directory or the demo's.
 
     At the end it stops cleanly, and no process of vLLM is left.
@@ -35,7 +37,7 @@ def vllm_stack(data_dir: Path, model: Path, engine_args: str, adapters: Path | N
     live = LiveStack(data_dir, *flags, env=env)
     live.launch()
     try:
-        live.wait_ready(START_S)
+        live.wait_ready(start_s)
         yield live
         cores = core_of(live.pid("worker-1"))
         assert live.stop() == 0, live.output.read_text()[-4000:]

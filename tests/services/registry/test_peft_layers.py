@@ -356,3 +356,17 @@ def test_a_blob_says_what_adapter_config_has_to_say(tmp_path: Path):
         "target_modules": ["fc1"],
         "bias": "none",
     }
+
+
+def test_the_table_counts_where_the_checkpoints_own_sizes_are_packed(tmp_path: Path):
+    base = write_checkpoint(tmp_path, {})
+    blob = converted(write_packed(base), random_tensors()).blob
+    assert not is_peft_blob(blob, len(blob))
+
+
+def write_packed(base: Path) -> Path:
+    """A checkpoint whose linear layers are quantized, as GPTQ names them."""
+    paths = [f"model.layers.{layer}.self_attn.{module}" for layer in (0, 1) for module in QV]
+    tensors = {f"{path}.qweight": np.zeros((4, 8), np.float32) for path in paths}
+    (base / "model.safetensors").write_bytes(safetensors_bytes(tensors | {"lm_head.weight": np.zeros((64, 32), np.float32)}))
+    return base
