@@ -27,7 +27,8 @@ in it. `LoraBatch.build(pool, row_slot, weights)` also takes several adapters of
 The pool's device selects the implementation: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU. kernels/cpu
 contains compiled whole steps for CPUs, and compiled LoRA for sites, which a GPU computes by torch so far. kernels/device copies
 adapters to a GPU beside the steps; CPU LoRA processes compute missing layers meanwhile. kernels/pointwise has the small
-operations between a layer's products, and kernels/sampling draws the next tokens, for both devices.
+operations between a layer's products, and kernels/sampling draws the next tokens, for both devices. kernels/vllm is a plug-in
+that computes vLLM's LoRA on a CPU.
 
 This package needs torch and no other package of Motet. (`transformers` looks for a hub package of the same import name; a test
 asserts that it does not mistake this one for it.)
