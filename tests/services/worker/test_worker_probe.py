@@ -162,7 +162,11 @@ async def test_kernels_that_compute_another_adapter_are_found_by_the_reference(s
 
     second.engine.runner.forward = crossed
     assert (await quarantined(second, registry, ref)).verdict == "other"
-    assert (await first.refusal(generate([1], adapter=ref))).code == "adapter_quarantined", "it counts for all workers"
+
+    async def refused() -> bool:  # it counts for all workers
+        return (await first.refusal(generate([1], adapter=ref))).code == "adapter_quarantined"
+
+    await eventually(refused)
 
 
 async def test_a_worker_with_another_base_declines_and_quarantines_nothing(start, registry, adapters, tmp_path):
