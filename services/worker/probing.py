@@ -82,6 +82,7 @@ class Prober:
         self._known: dict[str, Reference] = {}
         self._held: dict[str, _Held] = {}
         self._cut: set[Key] = set()  # requests that have been told of an error, and not yet by the engine
+        self._rejected: dict[str, MotetError] = {}  # adapters whose requests the engine may not have ended yet
         self._step = 0
         catalog.on_released = self.forget
 
@@ -115,7 +116,7 @@ class Prober:
         """What of a report's items may go out now, by gateway. Call it before the core learns which requests have ended."""
         output = report.output
         self._step = report.step
-        if not (self._held or self._cut or output.loading or output.readings):
+        if not (self._held or self._cut or self._rejected or output.loading or output.readings):
             return output.items
         for change in output.residency:
             if change.tier is None and (held := self._held.get(change.digest)) is not None and held.unread:
@@ -123,6 +124,7 @@ class Prober:
                 self._fail(change.digest, WorkerLost(f"adapter {change.digest[:12]} left the device before it was probed"))
         for digest in output.loading:
             self._held.setdefault(digest, _Held()).unread = True
+            self._rejected.pop(digest, None)
         for reading in output.readings:
             self._read(reading)
         return {gateway: kept for gateway, items in output.items.items() if (kept := self._passed(gateway, items))}
@@ -136,6 +138,11 @@ class Prober:
             if item.finish is not None:
                 self._cut.discard(key)
             return False
+        if (error := self._rejected.get(self._adapter_of(key))) is not None and item.finish not in ("error", "cancelled"):
+            if item.finish is None:
+                self._cut.add(key)
+            item.tokens, item.finish, item.error, item.logprobs, item.stop_token = [], "error", error.info(), None, None
+            return True
         if not self._held or (held := self._held.get(self._adapter_of(key))) is None:
             return True
         before = held.items.get(key)
@@ -224,6 +231,7 @@ class Prober:
             error = WorkerFull(f"adapter {digest[:12]} cannot be served by worker {self._worker_id}: {judged.why}")
             self._catalog.refuse(digest, error, retry_s=RETRY_S)
         self._fail(digest, error)
+        self._rejected[digest] = error
         self._engine.reject_adapter(digest, error)
 
     def _let_out(self, digest: str) -> None:
