@@ -103,10 +103,11 @@ class Prober:
     def forget(self, digest: str) -> None:
         """A version may answer again: its next load makes a new reference, or finds one."""
         self._known.pop(digest, None)
+        self._rejected.pop(digest, None)
 
     def keep(self, digests: Mapping[str, object]) -> None:
         """Exactly these versions are registered."""
-        for known in (self._accounts, self._known):
+        for known in (self._accounts, self._known, self._rejected):
             for digest in [one for one in known if one not in digests]:
                 known.pop(digest, None)
 
@@ -127,7 +128,11 @@ class Prober:
             self._rejected.pop(digest, None)
         for reading in output.readings:
             self._read(reading)
-        return {gateway: kept for gateway, items in output.items.items() if (kept := self._passed(gateway, items))}
+        passed = {gateway: kept for gateway, items in output.items.items() if (kept := self._passed(gateway, items))}
+        for change in output.residency:
+            if change.tier is None:  # the engine has ended its requests
+                self._rejected.pop(change.digest, None)
+        return passed
 
     def _passed(self, gateway: str, items: list[StreamItem]) -> list[StreamItem]:
         return [item for item in items if self._passes(gateway, item)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,38 +70,28 @@ def grammar_of(wanted: StructuredOutput, *, loosely: bool = False) -> str:
 
 def _json(wanted: StructuredOutput, *, loosely: bool) -> str:
     schema: Any = json.loads(wanted.value) if wanted.kind == "json" else {"type": "object"}
-    _drop_formats(schema)
-    if wanted.disable_additional_properties:
-        _close(schema)
+    for part in _parts(schema):
+        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+            del part["format"]
+        named = part.get("properties"), part.get("patternProperties")
+        if wanted.disable_additional_properties and any(isinstance(one, dict) for one in named):
+            part.setdefault("additionalProperties", False)  # others only where the schema says so
     options: JsonCompileOptions = {"whitespace_flexible": not wanted.disable_any_whitespace, "coerce_one_of": loosely}
     if wanted.whitespace_pattern:
         options["whitespace_pattern"] = wanted.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(schema, defaults=options)
 
 
-def _drop_formats(schema: Any) -> None:
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schema and all schemas in it, each before what it contains."""
     if isinstance(schema, list):
         for one in schema:
-            _drop_formats(one)
+            yield from _parts(one)
     elif isinstance(schema, dict):
-        if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
-            del schema["format"]
+        yield schema
         for name, one in schema.items():
             if name not in VALUES:
-                _drop_formats(one)
-
-
-def _close(schema: Any) -> None:
-    """Objects with properties have no others, unless their schema says that they may."""
-    if isinstance(schema, list):
-        for one in schema:
-            _close(one)
-    elif isinstance(schema, dict):
-        if isinstance(schema.get("properties"), dict) or isinstance(schema.get("patternProperties"), dict):
-            schema.setdefault("additionalProperties", False)
-        for name, one in schema.items():
-            if name not in VALUES:
-                _close(one)
+                yield from _parts(one)
 
 
 def _choices(choices: Sequence[str]) -> str:
