@@ -39,8 +39,7 @@ def homes(plan: Path | None, tenant: str | None, url: str, as_json: bool) -> Non
         except FileError as error:
             raise click.ClickException(str(error)) from None
         names = [[adapter.name for adapter in worker.adapters if adapter.rank] for worker in planned.workers]
-        query = f"?tenant={tenant}" if tenant else ""
-        answer = ask(url, "POST", f"/v1/homes{query}", json={"workers": names})
+        answer = ask(url, "POST", "/v1/homes", params={"tenant": tenant} if tenant else {}, json={"workers": names})
     if as_json:
         print_json(answer)
     else:
